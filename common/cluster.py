@@ -1,0 +1,117 @@
+"""What one process knows of an instance: its record in the registry and its load."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from isthmus.common.ids import InstanceId
+from isthmus.common.kv_layout import KvLayout
+from isthmus.common.state_machine import Transitions
+from isthmus.common.types import InstanceRef
+
+
+class Role(Enum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+    MIXED = "mixed"
+
+
+class InstanceState(Enum):
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"
+    SWITCHING = "switching"
+    STOPPED = "stopped"
+    LOST = "lost"
+
+
+_LOST = frozenset({InstanceState.LOST})
+INSTANCE_TRANSITIONS: Transitions[InstanceState] = Transitions(
+    {
+        InstanceState.STARTING: frozenset({InstanceState.READY, InstanceState.STOPPED}) | _LOST,
+        InstanceState.READY: frozenset({InstanceState.DRAINING, InstanceState.SWITCHING}) | _LOST,
+        InstanceState.DRAINING: frozenset({InstanceState.STOPPED}) | _LOST,
+        InstanceState.SWITCHING: frozenset({InstanceState.READY}) | _LOST,
+        InstanceState.STOPPED: frozenset(),
+        InstanceState.LOST: frozenset(),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyModel:
+    """Closed-form step times in milliseconds, fitted at boot and online.
+
+    prefill(u, c) = ``prefill_base + prefill_token·u + prefill_pair·(u·c + u²/2)`` for u uncached
+    tokens after c cached ones; decode step(b, K) = ``decode_base + decode_seq·b + decode_context·K``
+    for b sequences that attend to K tokens in total. The form is DistServe's (OSDI 2024, §4).
+    """
+
+    prefill_base: float = 5.0
+    prefill_token: float = 1.0
+    prefill_pair: float = 0.0
+    decode_base: float = 20.0
+    decode_seq: float = 1.0
+    decode_context: float = 0.0
+
+    def prefill_ms(self, uncached: int, cached: int = 0) -> float:
+        pairs = uncached * cached + uncached * uncached / 2
+        return self.prefill_base + self.prefill_token * uncached + self.prefill_pair * pairs
+
+    def decode_step_ms(self, num_seqs: int, context_tokens: int) -> float:
+        return self.decode_base + self.decode_seq * num_seqs + self.decode_context * context_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceInfo:
+    instance_id: InstanceId
+    role: Role
+    state: InstanceState
+    epoch: int
+    address: str  # gRPC, host:port
+    metrics_address: str  # HTTP /metrics, host:port
+    model: str
+    model_path: str
+    kv_layout: KvLayout
+    num_blocks: int
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    max_model_len: int
+    connector: str
+    latency: LatencyModel = field(default_factory=LatencyModel)
+    node: str = ""
+    pid: int = 0
+    version: str = ""
+
+    @property
+    def ref(self) -> InstanceRef:
+        return InstanceRef(self.instance_id, self.epoch, self.address)
+
+    @property
+    def block_size(self) -> int:
+        return self.kv_layout.block_size
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """A worker's own view of its load; ``seq`` grows with each report of one epoch."""
+
+    instance_id: InstanceId
+    epoch: int
+    seq: int
+    at_ns: int
+    waiting_seqs: int = 0
+    waiting_tokens: int = 0  # prompt tokens accepted but not computed
+    oldest_wait_ms: float = 0.0
+    running_seqs: int = 0
+    running_context_tokens: int = 0
+    num_blocks: int = 0
+    free_blocks: int = (
+        0  # neither referenced nor needed: cached but unreferenced ones count as free
+    )
+    held_blocks: int = 0  # kept for a transfer
+    cached_blocks: int = 0
+    inflight_transfer_bytes: int = 0
+    step_ms: float = 0.0  # EWMA
+    steps: int = 0  # finished steps: a progress check

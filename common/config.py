@@ -1,0 +1,201 @@
+"""The configuration of a cluster: one frozen tree, composed, never mutated.
+
+Sources, later wins: defaults, a YAML file, ``ISTHMUS_*`` environment variables (``__`` between
+levels), command-line flags. Unknown keys are errors that name the nearest known key.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from isthmus.common.errors import ConfigError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+ENV_PREFIX = "ISTHMUS_"
+DTypeName = Literal["auto", "float32", "bfloat16"]
+
+
+class Node(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+
+class ModelConfig(Node):
+    path: str = Field("sample", description="directory, .gguf file, or 'sample' (SmolLM2-135M)")
+    served_name: str = Field("", description="name in the API; default: the model's own")
+    dtype: DTypeName = Field("auto", description="weights and KV; auto = the checkpoint's, bf16")
+    max_model_len: int = Field(0, ge=0, description="longest sequence; 0 = the model's own limit")
+
+
+class EngineConfig(Node):
+    block_size: int = Field(16, description="tokens per KV block")
+    num_blocks: int = Field(0, ge=0, description="KV blocks; 0 = as many as kv_cache_gib holds")
+    kv_cache_gib: float = Field(1.0, gt=0, description="memory for KV blocks of one instance")
+    max_num_batched_tokens: int = Field(512, ge=1, description="token budget of one step")
+    max_num_seqs: int = Field(64, ge=1, description="most running sequences")
+    watermark: float = Field(0.02, ge=0, lt=0.5, description="share of blocks kept for growth")
+    enable_prefix_cache: bool = True
+    num_threads: int = Field(1, ge=1, description="CPU threads of the engine's kernels")
+    device: str = Field("cpu", description="cpu or cuda:N")
+
+
+class PoolConfig(Node):
+    replicas: int = Field(0, ge=0)
+    engine: EngineConfig = EngineConfig()
+    cpus: list[int] = Field(default_factory=list, description="cores to pin to; empty = no pinning")
+
+
+class TransferConfig(Node):
+    connector: Literal["nixl", "local", "fake"] = "nixl"
+    deadline_ms: int = Field(30_000, ge=1, description="longest life of one transfer")
+    handshake_timeout_ms: int = Field(5_000, ge=1)
+    hold_ms: int = Field(60_000, ge=1, description="longest time blocks are kept for a peer")
+    quarantine_ms: int = Field(5_000, ge=0, description="rest after a transfer of unknown end")
+    fault_script: str = Field("", description="scripted faults of the fake connector (tests)")
+
+
+class RouterConfig(Node):
+    policy: Literal["least_predicted_load", "round_robin", "least_loaded"] = "least_predicted_load"
+    min_remote_tokens: int = Field(
+        32, ge=0, description="fewer uncached prompt tokens than this are computed on decode"
+    )
+    index_max_blocks: int = Field(1_000_000, ge=1, description="bound of the prefix index")
+    reservation_ttl_ms: int = Field(60_000, ge=1)
+    stale_load_ms: int = Field(2_000, ge=1, description="age after which a report is doubted")
+    breaker_failures: int = Field(3, ge=1, description="failures in a row that open a breaker")
+    breaker_open_ms: int = Field(2_000, ge=1)
+
+
+class GatewayConfig(Node):
+    host: str = "127.0.0.1"
+    port: int = Field(8000, ge=0, le=65_535, description="0 = any free port")
+    request_timeout_ms: int = Field(600_000, ge=1, description="deadline of one request")
+    max_body_bytes: int = Field(16 * 2**20, ge=1)
+    max_inflight: int = Field(1024, ge=1, description="more concurrent requests get 429")
+    default_max_tokens: int = Field(
+        0, ge=0, description="completion length when the client sets none; 0 = context length"
+    )
+    api_keys: list[str] = Field(default_factory=list, description="empty = no authentication")
+    on_decode_loss: Literal["resume", "error"] = Field(
+        "resume", description="what happens to a stream whose decode instance dies"
+    )
+
+
+class RegistryConfig(Node):
+    host: str = "127.0.0.1"
+    port: int = Field(0, ge=0, le=65_535, description="0 = any free port")
+    lease_ms: int = Field(5_000, ge=100)
+
+
+class LifecycleConfig(Node):
+    drain_ms: int = Field(10_000, ge=0, description="how long a drain waits for running work")
+    ready_timeout_ms: int = Field(120_000, ge=1)
+    max_restarts: int = Field(-1, ge=-1, description="restarts of one worker; -1 = unlimited")
+    actuator: Literal["ray", "process"] = Field(
+        "ray", description="who starts and restarts workers: Ray actors, or plain processes"
+    )
+
+
+class LoggingConfig(Node):
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    format: Literal["json", "console"] = "console"
+
+
+class ClusterConfig(Node):
+    name: str = "isthmus"
+    model: ModelConfig = ModelConfig()
+    prefill: PoolConfig = PoolConfig(replicas=1)
+    decode: PoolConfig = PoolConfig(replicas=1)
+    mixed: PoolConfig = PoolConfig()
+    transfer: TransferConfig = TransferConfig()
+    router: RouterConfig = RouterConfig()
+    gateway: GatewayConfig = GatewayConfig()
+    registry: RegistryConfig = RegistryConfig()
+    lifecycle: LifecycleConfig = LifecycleConfig()
+    logging: LoggingConfig = LoggingConfig()
+    host: str = Field("127.0.0.1", description="address on which workers listen")
+    state_dir: str = Field("", description="run-time state; default: the user's state folder")
+
+
+def load_config(
+    file: Path | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> ClusterConfig:
+    """The effective tree. ``overrides`` is nested like the tree.
+
+    Raises ConfigError with one line per problem; an unknown key names the nearest known one.
+    """
+    tree: dict[str, Any] = {}
+    if file is not None:
+        tree = _read_yaml(file)
+    tree = _merge(tree, _from_environ(os.environ if environ is None else environ))
+    tree = _merge(tree, dict(overrides or {}))
+    try:
+        return ClusterConfig.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_explain(error)), stage="config") from error
+
+
+def _read_yaml(file: Path) -> dict[str, Any]:
+    try:
+        data = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {file}: {error.strerror}", stage="config") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{file} is not valid YAML: {error}", stage="config") from error
+    if data is None:
+        return {}
+    if not isinstance(data, dict):
+        raise ConfigError(f"{file} must hold a mapping, not {type(data).__name__}", stage="config")
+    return data
+
+
+def _from_environ(environ: Mapping[str, str]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for name, value in environ.items():
+        keys = name.removeprefix(ENV_PREFIX).lower().split("__")
+        if not name.startswith(ENV_PREFIX) or len(keys) < 2:  # one level: not part of the tree
+            continue
+        node = tree
+        for key in keys[:-1]:
+            node = node.setdefault(key, {})
+        node[keys[-1]] = yaml.safe_load(value)
+    return tree
+
+
+def _merge(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in over.items():
+        old = merged.get(key)
+        both_maps = isinstance(old, dict) and isinstance(value, Mapping)
+        merged[key] = _merge(old, value) if both_maps and isinstance(old, dict) else value
+    return merged
+
+
+def _explain(error: ValidationError) -> list[str]:
+    lines = []
+    for problem in error.errors():
+        path = ".".join(str(part) for part in problem["loc"])
+        if problem["type"] == "extra_forbidden":
+            lines.append(f"unknown key '{path}'{_nearest(problem['loc'])}")
+        else:
+            lines.append(f"{path}: {problem['msg']} (got {problem['input']!r})")
+    return lines
+
+
+def _nearest(loc: tuple[int | str, ...]) -> str:
+    node: type[BaseModel] = ClusterConfig
+    for part in loc[:-1]:
+        annotation = node.model_fields[str(part)].annotation
+        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+            return ""
+        node = annotation
+    matches = difflib.get_close_matches(str(loc[-1]), node.model_fields, n=1, cutoff=0.5)
+    if matches:
+        return f"; did you mean '{'.'.join([*map(str, loc[:-1]), matches[0]])}'?"
+    return f"; known keys here: {', '.join(sorted(node.model_fields))}"

@@ -1,0 +1,65 @@
+"""Structured logs: one event per line with ``request_id`` and ``stage`` where there are any."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+
+import structlog
+from isthmus.common.config import LoggingConfig
+
+Logger = structlog.typing.FilteringBoundLogger
+
+
+def configure_logging(config: LoggingConfig, **bound: str) -> None:
+    """Sets up this process's logs on stderr; ``bound`` (role, instance) is part of every line."""
+    renderer: structlog.typing.Processor
+    if config.format == "json":
+        renderer = structlog.processors.JSONRenderer()
+    else:
+        renderer = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.format_exc_info,
+            renderer,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, config.level.upper())),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        cache_logger_on_first_use=False,
+    )
+    structlog.contextvars.bind_contextvars(**bound)
+    structlog.get_logger().debug("logging configured")
+
+
+def get_logger(name: str) -> Logger:
+    logger: Logger = structlog.get_logger(component=name)
+    return logger
+
+
+class RateLimitedLog:
+    """Says the first of a kind at once and then at most one a period, with the count left out.
+
+    A dead instance fails a hundred requests a second: the cause must stay visible.
+    """
+
+    def __init__(self, logger: Logger, period_s: float = 5.0) -> None:
+        self._logger = logger
+        self._period_s = period_s
+        self._lock = threading.Lock()
+        self._last: dict[str, float] = {}
+        self._suppressed: dict[str, int] = {}
+
+    def warning(self, key: str, event: str, **fields: object) -> None:
+        with self._lock:
+            now = time.monotonic()
+            if now - self._last.get(key, float("-inf")) < self._period_s:
+                self._suppressed[key] = self._suppressed.get(key, 0) + 1
+                return
+            self._last[key] = now
+            suppressed = self._suppressed.pop(key, 0)
+        self._logger.warning(event, suppressed=suppressed, **fields)

@@ -1,0 +1,102 @@
+"""Every metric of Isthmus, declared once. Dashboards, alerts and docs are checked against this.
+
+Base units only (seconds, bytes); counters end in ``_total``. A process serves its own /metrics;
+``role`` is gateway, prefill, decode or mixed and is on every series that an instance makes.
+"""
+
+from __future__ import annotations
+
+from prometheus_client import Counter, Gauge, Histogram
+
+_FAST = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
+_LATENCY = (0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2, 3, 5, 7.5, 10, 20, 40, 80)
+_PER_TOKEN = (0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.5, 1)
+_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
+
+# --- gateway: what a client sees ---------------------------------------------------------------
+REQUESTS = Counter(
+    "isthmus_requests", "Requests by outcome, counted once at their end", ["slo_class", "outcome"]
+)
+REQUESTS_INFLIGHT = Gauge("isthmus_requests_inflight", "Requests being served")
+TTFT = Histogram(
+    "isthmus_ttft_seconds",
+    "Request body read → first content flushed to the client",
+    ["slo_class"],
+    buckets=_LATENCY,
+)
+TPOT = Histogram(
+    "isthmus_tpot_seconds",
+    "(E2E − TTFT) / (output tokens − 1)",
+    ["slo_class"],
+    buckets=_PER_TOKEN,
+)
+ITL = Histogram(
+    "isthmus_itl_seconds", "Gap between two output tokens at the gateway", buckets=_PER_TOKEN
+)
+E2E = Histogram(
+    "isthmus_e2e_seconds",
+    "Request body read → last content flushed",
+    ["slo_class"],
+    buckets=_LATENCY,
+)
+SECOND_TOKEN_GAP = Histogram(
+    "isthmus_second_token_gap_seconds",
+    "First token → second token: where a transfer would hide",
+    buckets=_LATENCY,
+)
+STAGE = Histogram(
+    "isthmus_stage_seconds", "Parts of a request's life", ["stage"], buckets=_FAST + (10, 20, 40)
+)
+PROMPT_TOKENS = Counter("isthmus_prompt_tokens", "Prompt tokens of finished requests")
+CACHED_TOKENS = Counter("isthmus_cached_tokens", "Prompt tokens served from a prefix cache")
+OUTPUT_TOKENS = Counter("isthmus_output_tokens", "Tokens sent to clients")
+CANCELS = Counter("isthmus_cancels", "Requests whose client went away, by stage", ["stage"])
+RETRIES = Counter("isthmus_retries", "Requests sent again after a fault", ["reason"])
+HTTP_ERRORS = Counter("isthmus_http_errors", "Error answers by status and code", ["status", "code"])
+LOCAL_PREFILL = Counter(
+    "isthmus_local_prefill", "Prompts computed on the decode instance", ["reason"]
+)
+DECISIONS = Counter("isthmus_route_decisions", "Route decisions", ["policy", "path"])
+ROUTE_FALLBACK = Counter("isthmus_route_fallback", "Decisions made without load information")
+INDEX_BLOCKS = Gauge("isthmus_router_index_blocks", "Blocks in the router's prefix index")
+RESERVATIONS = Gauge("isthmus_router_reservations", "Open reservations in the ledger")
+INSTANCES = Gauge("isthmus_instances", "Instances known to the router", ["role", "state"])
+
+# --- instances ---------------------------------------------------------------------------------
+KV_BLOCKS = Gauge(
+    "isthmus_kv_blocks",
+    "KV blocks by state: used, held (for a transfer), cached, free, quarantined",
+    ["role", "instance", "state"],
+)
+STEP = Histogram("isthmus_step_seconds", "Engine steps", ["role", "instance"], buckets=_FAST)
+STEP_TOKENS = Histogram(
+    "isthmus_step_tokens", "Tokens per engine step", ["role", "instance", "kind"], buckets=_COUNTS
+)
+RUNNING_SEQS = Gauge("isthmus_running_seqs", "Running sequences", ["role", "instance"])
+WAITING_SEQS = Gauge("isthmus_waiting_seqs", "Waiting sequences", ["role", "instance"])
+COMPUTED_PROMPT_TOKENS = Counter(
+    "isthmus_computed_prompt_tokens", "Prompt tokens computed here", ["role", "instance"]
+)
+PREEMPTIONS = Counter("isthmus_preemptions", "Sequences preempted", ["role", "instance"])
+TRANSFERS = Counter(
+    "isthmus_kv_transfers",
+    "Transfers by final state",
+    ["role", "instance", "side", "state", "connector"],
+)
+TRANSFERS_OPEN = Gauge(
+    "isthmus_kv_transfers_open", "Sessions by state", ["role", "instance", "side", "state"]
+)
+TRANSFER_BYTES = Counter(
+    "isthmus_kv_transfer_bytes",
+    "KV bytes moved over the connector, counted at the side named",
+    ["role", "instance", "side", "connector"],
+)
+TRANSFER_SECONDS = Histogram(
+    "isthmus_kv_transfer_seconds",
+    "Prefill finished → KV complete: the exposed part",
+    ["role", "instance"],
+    buckets=_FAST,
+)
+HOLD_EXPIRED = Counter("isthmus_kv_hold_expired", "Holds that ran out", ["role", "instance"])
+ABORTED = Counter("isthmus_aborted", "Sequences aborted in the engine", ["role", "instance"])
+INSTANCE_UP = Gauge("isthmus_instance_up", "1 while ready", ["role", "instance", "epoch"])

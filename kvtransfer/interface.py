@@ -1,0 +1,77 @@
+"""The connector: the thing that moves KV bytes. One contract suite runs over every one of them.
+
+A connector knows addresses and bytes; sessions, tickets, epochs and deadlines are above it. It is
+driven by one thread at a time. ``post_write`` may copy synchronously (shared memory), so callers
+keep it off the event loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import NewType, Protocol
+
+PeerName = NewType("PeerName", str)
+WriteHandle = NewType("WriteHandle", int)
+
+
+class WriteState(Enum):
+    IN_PROGRESS = "in_progress"
+    DONE = "done"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryRegion:
+    base_address: int
+    num_bytes: int
+    device: str = "cpu"
+
+
+@dataclass(frozen=True, slots=True)
+class CopyOp:
+    """Bytes from the local region to the peer's region; offsets from the regions' bases."""
+
+    source_offset: int
+    target_offset: int
+    num_bytes: int
+
+
+class Connector(Protocol):
+    name: str
+
+    def register(self, region: MemoryRegion) -> None:
+        """Makes the region readable and writable for peers. Called once."""
+        ...
+
+    def metadata(self) -> bytes:
+        """What a peer needs for ``add_peer``."""
+        ...
+
+    def add_peer(self, metadata: bytes, region: MemoryRegion) -> PeerName:
+        """Raises HandshakeError when the peer cannot be reached or its metadata is not ours."""
+        ...
+
+    def remove_peer(self, peer: PeerName) -> None:
+        """Forgets a peer; its open writes become FAILED. Unknown peers are ignored."""
+        ...
+
+    def post_write(self, peer: PeerName, ops: Sequence[CopyOp], notification: bytes) -> WriteHandle:
+        """Starts a write. When it is DONE all bytes are in the peer's memory and
+        ``notification`` will come out of the peer's ``take_notifications``.
+
+        Raises TransferError when nothing was started."""
+        ...
+
+    def poll(self, handle: WriteHandle) -> WriteState: ...
+
+    def release(self, handle: WriteHandle) -> None:
+        """Gives back a handle whose state is DONE or FAILED."""
+        ...
+
+    def take_notifications(self) -> list[tuple[PeerName, bytes]]:
+        """Notifications that arrived since the last call."""
+        ...
+
+    def close(self) -> None: ...

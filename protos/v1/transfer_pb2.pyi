@@ -1,0 +1,50 @@
+from isthmus.protos.v1 import common_pb2 as _common_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class RankEndpoint(_message.Message):
+    __slots__ = ("tp_rank", "agent_metadata", "base_address", "num_bytes", "num_blocks", "layout")
+    TP_RANK_FIELD_NUMBER: _ClassVar[int]
+    AGENT_METADATA_FIELD_NUMBER: _ClassVar[int]
+    BASE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    tp_rank: int
+    agent_metadata: bytes
+    base_address: int
+    num_bytes: int
+    num_blocks: int
+    layout: _common_pb2.KvLayout
+    def __init__(self, tp_rank: _Optional[int] = ..., agent_metadata: _Optional[bytes] = ..., base_address: _Optional[int] = ..., num_bytes: _Optional[int] = ..., num_blocks: _Optional[int] = ..., layout: _Optional[_Union[_common_pb2.KvLayout, _Mapping]] = ...) -> None: ...
+
+class TransferOffer(_message.Message):
+    __slots__ = ("protocol_version", "layout_hash", "instance", "connector", "ranks")
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_HASH_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    CONNECTOR_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    protocol_version: int
+    layout_hash: str
+    instance: _common_pb2.InstanceRef
+    connector: str
+    ranks: _containers.RepeatedCompositeFieldContainer[RankEndpoint]
+    def __init__(self, protocol_version: _Optional[int] = ..., layout_hash: _Optional[str] = ..., instance: _Optional[_Union[_common_pb2.InstanceRef, _Mapping]] = ..., connector: _Optional[str] = ..., ranks: _Optional[_Iterable[_Union[RankEndpoint, _Mapping]]] = ...) -> None: ...
+
+class HandshakeRequest(_message.Message):
+    __slots__ = ("offer",)
+    OFFER_FIELD_NUMBER: _ClassVar[int]
+    offer: TransferOffer
+    def __init__(self, offer: _Optional[_Union[TransferOffer, _Mapping]] = ...) -> None: ...
+
+class HandshakeResponse(_message.Message):
+    __slots__ = ("offer",)
+    OFFER_FIELD_NUMBER: _ClassVar[int]
+    offer: TransferOffer
+    def __init__(self, offer: _Optional[_Union[TransferOffer, _Mapping]] = ...) -> None: ...
