@@ -1,0 +1,194 @@
+"""One prefill + one decode instance of Isthmus beside vLLM's own pair, same weights, same machine.
+
+``python -m benchmarks.pair --vllm-venv DIR`` sets the peer up when it is missing, runs both sides
+one after the other, ``--rounds`` times, and prints and saves the medians of the rounds, their
+ratios, and the share of CPU time that other processes took while each figure was measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import psutil
+
+from benchmarks.export_model import export
+from benchmarks.load import Figures, run_load
+from benchmarks.peers import vllm_pair
+
+HERE = Path(__file__).parent
+VOCAB = 49_000
+
+
+@contextmanager
+def isthmus_pair(model: Path, port: int, logs: Path) -> Iterator[str]:
+    command = [
+        sys.executable, "-m", "isthmus.cli.main", "up", "--model", str(model), "--dtype",
+        "bfloat16", "--prefill", "1", "--decode", "1", "--port", str(port),
+        "--set", f"state_dir={logs}", "--set", "model.served_name=bench", "--set", "name=bench",
+    ]  # fmt: skip
+    with (logs / "isthmus.log").open("wb") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True)
+    try:
+        wait_for(f"http://127.0.0.1:{port}/ready", process, 120)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(timeout=40)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+@contextmanager
+def vllm(model: Path, port: int, logs: Path, venv: Path) -> Iterator[str]:
+    subprocess.run([str(HERE / "peers" / "vllm_setup.sh"), str(venv)], check=True)
+    servers = []
+    try:
+        for index in (0, 1):
+            log = logs / f"vllm-{index}.log"
+            servers.append(
+                vllm_pair.start_server(
+                    venv, model, port + 1 + index, port + 11 + index, index, log, "bfloat16"
+                )
+            )
+        for index in (0, 1):
+            vllm_pair.wait_ready(port + 1 + index, servers[index], 600)
+        proxy = subprocess.Popen(
+            [
+                sys.executable, "-m", "benchmarks.peers.vllm_pair", "--port", str(port),
+                "--prefill-port", str(port + 1), "--decode-port", str(port + 2),
+            ],
+            start_new_session=True, cwd=HERE.parent,
+        )  # fmt: skip
+        servers.append(proxy)
+        wait_for(f"http://127.0.0.1:{port}/health", proxy, 60)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        for server in servers:
+            vllm_pair.stop_server(server)
+
+
+def wait_for(url: str, process: subprocess.Popen[bytes], timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise RuntimeError(f"{process.args} ended with code {process.returncode}")
+        try:
+            if httpx.get(url, timeout=2, trust_env=False).status_code == 200:
+                return
+        except httpx.HTTPError:
+            pass
+        time.sleep(0.2)
+    raise TimeoutError(f"{url} did not answer within {timeout_s:.0f} s")
+
+
+class ForeignCpu:
+    """Share of one core that processes outside our own tree used since the start."""
+
+    def __init__(self) -> None:
+        self.started = time.monotonic()
+        self.before = self._foreign_seconds()
+
+    def share(self) -> float:
+        elapsed = time.monotonic() - self.started
+        return max(0.0, self._foreign_seconds() - self.before) / elapsed
+
+    @staticmethod
+    def _foreign_seconds() -> float:
+        total = 0.0
+        ours = {os.getpid()} | {p.pid for p in psutil.Process().children(recursive=True)}
+        for process in psutil.process_iter(["pid", "cpu_times", "cmdline"]):
+            line = " ".join(process.info["cmdline"] or ())
+            is_ours = process.info["pid"] in ours or "isthmus" in line or "ray" in line
+            times = process.info["cpu_times"]
+            if times is not None and not is_ours and "vllm" not in line.lower():
+                total += times.user + times.system
+        return total
+
+
+async def measure(url: str, seed: int) -> dict[str, float]:
+    """The figures of one side, one round."""
+    common = {"vocab": VOCAB, "model": "bench", "url": url}
+    await run_load(
+        **common, concurrency=2, num_requests=4, prompt_tokens=64, max_tokens=16, seed=seed
+    )
+    figures: dict[str, float] = {}
+    noise = ForeignCpu()
+    for length, count in ((128, 10), (512, 6), (2048, 4)):
+        run = await run_load(
+            **common, concurrency=1, num_requests=count, prompt_tokens=length, max_tokens=4,
+            seed=seed + length,
+        )  # fmt: skip
+        figures[f"ttft_ms_{length}"] = run.ttft_ms
+        figures["errors"] = figures.get("errors", 0) + run.num_errors
+    alone: Figures = await run_load(
+        **common, concurrency=1, num_requests=3, prompt_tokens=128, max_tokens=128, seed=seed + 1
+    )
+    figures["tpot_ms_alone"] = alone.tpot_ms
+    for concurrency in (4, 16):
+        run = await run_load(
+            **common, concurrency=concurrency, num_requests=2 * concurrency, prompt_tokens=128,
+            max_tokens=128, seed=seed + concurrency,
+        )  # fmt: skip
+        figures[f"tokens_per_s_{concurrency}"] = run.tokens_per_s
+        figures["errors"] += run.num_errors
+    figures["foreign_cpu"] = noise.share()
+    return figures
+
+
+def median_of(rounds: list[dict[str, float]]) -> dict[str, float]:
+    return {key: statistics.median(r[key] for r in rounds) for key in rounds[0]}
+
+
+def table(ours: dict[str, float], peer: dict[str, float] | None) -> str:
+    lines = [f"{'figure':20} {'isthmus':>10} {'vllm pair':>10} {'ratio':>7}"]
+    for key, value in ours.items():
+        other = peer.get(key) if peer else None
+        ratio = f"{value / other:7.2f}" if other else "      –"
+        lines.append(f"{key:20} {value:10.2f} {other if other is not None else '–':>10.6} {ratio}")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--vllm-venv", type=Path, help="leave out to measure Isthmus alone")
+    parser.add_argument("--model-dir", type=Path, default=HERE / "out" / "sample-bf16")
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--port", type=int, default=18_400)
+    parser.add_argument("--only", choices=("isthmus", "vllm"))
+    args = parser.parse_args()
+    model = export(args.model_dir.resolve())
+    results: dict[str, list[dict[str, float]]] = {"isthmus": [], "vllm": []}
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        for number in range(args.rounds):
+            if args.only != "vllm":
+                with isthmus_pair(model, args.port, Path(folder)) as url:
+                    results["isthmus"].append(asyncio.run(measure(url, 1000 * number)))
+            if args.only != "isthmus" and args.vllm_venv:
+                with vllm(model, args.port, Path(folder), args.vllm_venv.resolve()) as url:
+                    results["vllm"].append(asyncio.run(measure(url, 1000 * number)))
+    out = HERE / "out" / "pair.json"
+    out.parent.mkdir(exist_ok=True)
+    out.write_text(json.dumps(results, indent=1))
+    sides = {name: median_of(rounds) for name, rounds in results.items() if rounds}
+    if "isthmus" in sides:
+        print(table(sides["isthmus"], sides.get("vllm")))
+    else:
+        print(json.dumps(sides, indent=1))
+
+
+if __name__ == "__main__":
+    main()
