@@ -7,6 +7,20 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class AbortRequest(_message.Message):
+    __slots__ = ("transfer_id", "reason")
+    TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    transfer_id: bytes
+    reason: str
+    def __init__(self, transfer_id: _Optional[bytes] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class AbortResponse(_message.Message):
+    __slots__ = ("quiesced",)
+    QUIESCED_FIELD_NUMBER: _ClassVar[int]
+    quiesced: bool
+    def __init__(self, quiesced: _Optional[bool] = ...) -> None: ...
+
 class PrefillRequest(_message.Message):
     __slots__ = ("request", "ticket")
     REQUEST_FIELD_NUMBER: _ClassVar[int]

@@ -39,6 +39,11 @@ class PrefillServiceStub:
                 request_serializer=isthmus_dot_protos_dot_v1_dot_prefill__pb2.PrefillRequest.SerializeToString,
                 response_deserializer=isthmus_dot_protos_dot_v1_dot_prefill__pb2.PrefillResponse.FromString,
                 _registered_method=True)
+        self.Abort = channel.unary_unary(
+                '/isthmus.protos.v1.PrefillService/Abort',
+                request_serializer=isthmus_dot_protos_dot_v1_dot_prefill__pb2.AbortRequest.SerializeToString,
+                response_deserializer=isthmus_dot_protos_dot_v1_dot_prefill__pb2.AbortResponse.FromString,
+                _registered_method=True)
 
 
 class PrefillServiceServicer:
@@ -53,6 +58,14 @@ class PrefillServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Abort(self, request, context):
+        """Ends a transfer and answers when none of its writes is in flight any more, which a cancelled
+        stream cannot tell. A transfer that has not arrived yet is refused when it does.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_PrefillServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -60,6 +73,11 @@ def add_PrefillServiceServicer_to_server(servicer, server):
                     servicer.Prefill,
                     request_deserializer=isthmus_dot_protos_dot_v1_dot_prefill__pb2.PrefillRequest.FromString,
                     response_serializer=isthmus_dot_protos_dot_v1_dot_prefill__pb2.PrefillResponse.SerializeToString,
+            ),
+            'Abort': grpc.unary_unary_rpc_method_handler(
+                    servicer.Abort,
+                    request_deserializer=isthmus_dot_protos_dot_v1_dot_prefill__pb2.AbortRequest.FromString,
+                    response_serializer=isthmus_dot_protos_dot_v1_dot_prefill__pb2.AbortResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -89,6 +107,33 @@ class PrefillService:
             '/isthmus.protos.v1.PrefillService/Prefill',
             isthmus_dot_protos_dot_v1_dot_prefill__pb2.PrefillRequest.SerializeToString,
             isthmus_dot_protos_dot_v1_dot_prefill__pb2.PrefillResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Abort(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/isthmus.protos.v1.PrefillService/Abort',
+            isthmus_dot_protos_dot_v1_dot_prefill__pb2.AbortRequest.SerializeToString,
+            isthmus_dot_protos_dot_v1_dot_prefill__pb2.AbortResponse.FromString,
             options,
             channel_credentials,
             insecure,
