@@ -1,0 +1,118 @@
+"""Every op in plain torch: the oracle of the other implementations and the fallback without them.
+
+It runs on any device and favours clearness; on the CPU it is also the fallback where no compiler
+is found, so weights are kept in float32 there (torch's bfloat16 product is several times slower).
+"""
+
+from __future__ import annotations
+
+import torch
+from isthmus.kernels.types import PackedLinear
+
+
+def describe() -> str:
+    return f"reference (torch {torch.__version__})"
+
+
+def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedLinear:
+    out_features, in_features = weight.shape
+    data = weight.float() if weight.device.type == "cpu" else weight
+    return PackedLinear(in_features, out_features, data, None if bias is None else bias.float())
+
+
+def linear(x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
+    bias = None if packed.bias is None else packed.bias.to(x.dtype)
+    return torch.nn.functional.linear(x, packed.data.to(x.dtype), bias)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
+    return (normed * weight.float()).to(x.dtype)
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    total = x + residual
+    return rms_norm(total, weight, eps), total
+
+
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate) * up
+
+
+def rope_and_cache(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cos_sin: torch.Tensor,
+    positions: torch.Tensor,
+    kv: torch.Tensor,
+    layer: int,
+    slot_mapping: torch.Tensor,
+) -> None:
+    cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)  # each [T, 1, D/2]
+    _rotate(q, cos, sin)
+    _rotate(k, cos, sin)
+    block_size = kv.shape[4]
+    written = slot_mapping >= 0
+    blocks = slot_mapping[written] // block_size
+    offsets = slot_mapping[written] % block_size
+    kv[blocks, layer, 0, :, offsets] = k[written].to(kv.dtype)
+    kv[blocks, layer, 1, :, offsets] = v[written].to(kv.dtype)
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    first, second = x.float().chunk(2, dim=-1)
+    x.copy_(torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1))
+
+
+def paged_attention(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    layer: int,
+    query_start: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    scale: float,
+    sliding_window: int | None = None,
+) -> torch.Tensor:
+    num_tokens, num_heads, head_dim = q.shape
+    num_kv_heads, block_size = kv.shape[3], kv.shape[4]
+    out = torch.zeros(num_tokens, num_heads, head_dim, dtype=q.dtype, device=q.device)
+    starts = query_start.tolist()
+    for index, seq_len in enumerate(seq_lens.tolist()):
+        rows = slice(starts[index], starts[index + 1])
+        num_blocks = -(-seq_len // block_size)
+        blocks = block_table[index, :num_blocks].long()
+        keys_values = kv[blocks, layer].float()  # [blocks, 2, G, B, D]
+        keys_values = keys_values.permute(1, 2, 0, 3, 4).reshape(2, num_kv_heads, -1, head_dim)
+        keys, values = keys_values[:, :, :seq_len].repeat_interleave(
+            num_heads // num_kv_heads, dim=1
+        )
+        visible = _visible(rows.stop - rows.start, seq_len, sliding_window, q.device)
+        # A key out of sight may be garbage, and 0 · NaN is NaN: blank it before the product.
+        seen = visible.any(dim=0)
+        values = values.masked_fill(~seen[None, :, None], 0.0)
+        scores = torch.einsum("thd,hkd->htk", q[rows].float(), keys) * scale
+        weights = scores.masked_fill(~visible, float("-inf")).softmax(dim=-1)
+        out[rows] = torch.einsum("htk,hkd->thd", weights, values).to(q.dtype)
+    return out.view(num_tokens, num_heads * head_dim)
+
+
+def _visible(
+    num_queries: int, seq_len: int, sliding_window: int | None, device: torch.device
+) -> torch.Tensor:
+    """Which of ``seq_len`` keys the last ``num_queries`` tokens see: bool [queries, keys]."""
+    positions = torch.arange(seq_len - num_queries, seq_len, device=device)[:, None]
+    distance = positions - torch.arange(seq_len, device=device)[None, :]
+    visible = distance >= 0
+    return visible if sliding_window is None else visible & (distance < sliding_window)
+
+
+def argmax(logits: torch.Tensor) -> torch.Tensor:
+    best = logits.max(dim=-1, keepdim=True).values
+    indices = torch.arange(logits.shape[-1], device=logits.device)
+    return torch.where(logits == best, indices, logits.shape[-1]).min(dim=-1).values
