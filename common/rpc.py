@@ -7,7 +7,7 @@ An IsthmusError travels as its gRPC status plus an ``ErrorDetail`` in the traili
 from __future__ import annotations
 
 import asyncio
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import grpc
 import grpc.aio
@@ -65,7 +65,7 @@ async def bind(server: grpc.aio.Server, host: str, port: int) -> str:
     return f"{host}:{bound}"
 
 
-async def abort_with(context: grpc.aio.ServicerContext, error: IsthmusError) -> NoReturn:
+async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: IsthmusError) -> NoReturn:
     """Ends a call with a typed error. Always raises."""
     await context.abort(
         getattr(grpc.StatusCode, error.grpc_status),

@@ -1,0 +1,30 @@
+"""Where instances are found: the ``Registry`` protocol and its in-process implementation.
+
+The gRPC one is ``common.registry.embedded``, apart so that this package needs no gRPC.
+"""
+
+from isthmus.common.registry.base import (
+    Changes,
+    Entry,
+    Listing,
+    Registry,
+    WatchEvent,
+    epoch_key,
+    instance_key,
+    instances_prefix,
+)
+from isthmus.common.registry.memory import MemoryRegistry
+from isthmus.common.registry.resume import resume_watch
+
+__all__ = [
+    "Changes",
+    "Entry",
+    "Listing",
+    "MemoryRegistry",
+    "Registry",
+    "WatchEvent",
+    "epoch_key",
+    "instance_key",
+    "instances_prefix",
+    "resume_watch",
+]

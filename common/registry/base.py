@@ -27,6 +27,24 @@ class WatchEvent:
     revision: int
 
 
+class Changes(Protocol):
+    """The changes of an open watch; ends like ``Registry.watch`` and must be closed when done."""
+
+    def __aiter__(self) -> AsyncIterator[WatchEvent]: ...
+
+    async def __anext__(self) -> WatchEvent: ...
+
+    async def aclose(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """Everything present at one instant, and every change after it."""
+
+    entries: tuple[Entry, ...]
+    changes: Changes
+
+
 class Registry(Protocol):
     """Implementations: MemoryRegistry (in process), EmbeddedRegistryClient (gRPC), etcd later."""
 
@@ -53,7 +71,15 @@ class Registry(Protocol):
     async def revoke_lease(self, lease_id: int) -> None: ...
 
     def watch(self, prefix: str) -> AsyncIterator[WatchEvent]:
-        """First every present entry, then changes. Ends with InstanceLostError if the registry goes."""
+        """First every present entry, then changes.
+
+        Ends with InstanceLostError if the registry goes.
+        """
+        ...
+
+    async def list_and_watch(self, prefix: str) -> Listing:
+        """Like ``watch`` with the present entries apart: what a watcher that comes back needs to
+        find the keys that went meanwhile."""
         ...
 
 
