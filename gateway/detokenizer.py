@@ -1,0 +1,58 @@
+"""Output tokens → text, as they come.
+
+Works on bytes: a character split over tokens is held until it is whole, so no U+FFFD is made of a
+split one, and the deltas joined equal the text of all tokens decoded at once (without a character
+that the last token left unfinished). Each token costs time in its own length only.
+
+A prompt given as token ids may end inside a character. Its unfinished bytes are the decoder's first
+input, so that the output can finish the character; no other part of the prompt is ever seen.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterable, Sequence
+
+from isthmus.gateway.tokenizer import TextTokenizer
+
+_REPLACEMENT = "\ufffd"
+_MAX_PENDING_BYTES = 3
+_Utf8Decoder = codecs.getincrementaldecoder("utf-8")
+
+
+class Detokenizer:
+    """One per output sequence."""
+
+    __slots__ = ("_bytes", "_decoder", "_hidden", "_is_seeded")
+
+    def __init__(self, tokenizer: TextTokenizer, prompt_ids: Sequence[int] = ()) -> None:
+        self._bytes = tokenizer.token_bytes
+        self._hidden = tokenizer.special_token_ids
+        self._decoder = _Utf8Decoder("replace")
+        seed = unfinished_tail(tokenizer, prompt_ids)
+        self._decoder.decode(seed)
+        self._is_seeded = bool(seed)
+
+    def push(self, token_ids: Iterable[int]) -> str:
+        """The text that these tokens complete; ids outside the vocabulary and special ones hide."""
+        table, hidden = self._bytes, self._hidden
+        size = len(table)
+        data = b"".join([table[i] for i in token_ids if i not in hidden and i < size])
+        text = self._decoder.decode(data)
+        if self._is_seeded and text:
+            self._is_seeded = False
+            # The output did not finish the prompt's character: that loss is the prompt's.
+            text = text.removeprefix(_REPLACEMENT)
+        return text
+
+
+def unfinished_tail(tokenizer: TextTokenizer, token_ids: Sequence[int]) -> bytes:
+    """The bytes at the end that begin a character and do not finish it; at most three."""
+    data = b""
+    for token_id in reversed(token_ids):
+        if token_id in tokenizer.special_token_ids or len(data) > _MAX_PENDING_BYTES:
+            break
+        data = tokenizer.token_bytes[token_id] + data
+    decoder = _Utf8Decoder("replace")
+    decoder.decode(data)
+    return decoder.getstate()[0]
