@@ -6,6 +6,7 @@
     ├── InvalidRequestError            400  the client must change the request
     │   ├── UnsupportedParameterError  400
     │   ├── ContextLengthError         400
+    │   ├── RequestTooLargeError       413
     │   ├── ModelNotFoundError         404
     │   └── AuthenticationError        401
     ├── CapacityError                  503  try again later
@@ -76,6 +77,11 @@ class UnsupportedParameterError(InvalidRequestError):
 
 class ContextLengthError(InvalidRequestError):
     code = "context_length_exceeded"
+
+
+class RequestTooLargeError(InvalidRequestError):
+    code = "request_too_large"
+    http_status = 413
 
 
 class ModelNotFoundError(InvalidRequestError):
