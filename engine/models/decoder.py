@@ -1,0 +1,91 @@
+"""The forward pass of a decoder-only transformer over paged KV blocks.
+
+One implementation for all supported families: ``DecoderConfig`` says which parts a family has.
+Prompt chunks and decode steps are not told apart; each token attends to the KV of its sequence,
+which is written before it is read. On the CPU activations are float32, on CUDA the model's dtype.
+"""
+
+from __future__ import annotations
+
+import torch
+from isthmus.engine.models.config import DecoderConfig
+from isthmus.engine.models.types import ForwardBatch, ModelSpec
+from isthmus.engine.models.weights import DecoderWeights, LayerWeights
+from isthmus.kernels import Kernels
+
+
+class Decoder:
+    """A ``LanguageModel``. Stateless between calls: what a sequence leaves behind is in ``kv``."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        config: DecoderConfig,
+        weights: DecoderWeights,
+        cos_sin: torch.Tensor,  # [P, D] float32
+        kernels: Kernels,
+    ) -> None:
+        self.spec = spec
+        self._config = config
+        self._weights = weights
+        self._cos_sin = cos_sin
+        self._kernels = kernels
+        self._scale = config.head_dim**-0.5
+        on_cpu = weights.embedding.device.type == "cpu"
+        self._activation_dtype = torch.float32 if on_cpu else weights.embedding.dtype
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch, kv: torch.Tensor) -> torch.Tensor:
+        """Logits float32 ``[K, V]`` of the rows in ``logits_index``; K may be 0."""
+        kernels, weights, eps = self._kernels, self._weights, self._config.norm_eps
+        embedded = torch.nn.functional.embedding(batch.input_ids, weights.embedding)
+        residual = embedded.to(self._activation_dtype)  # [T, E]
+        normed = kernels.rms_norm(residual, weights.layers[0].attention_norm, eps)
+        next_norms = [layer.attention_norm for layer in weights.layers[1:]] + [weights.final_norm]
+        last = len(weights.layers) - 1
+        for index, (layer, next_norm) in enumerate(zip(weights.layers, next_norms, strict=True)):
+            attended = self._attend(layer, index, normed, batch, kv)  # [T, H·D]
+            if index == last:  # KV is complete: only rows that need logits go on, [K, …]
+                attended = attended[batch.logits_index]
+                residual = residual[batch.logits_index]
+            hidden = kernels.linear(attended, layer.output)
+            normed, residual = kernels.add_rms_norm(hidden, residual, layer.ffn_norm, eps)
+            hidden = kernels.linear(normed, layer.gate_up)
+            hidden = kernels.linear(kernels.silu_mul(hidden), layer.down)
+            normed, residual = kernels.add_rms_norm(hidden, residual, next_norm, eps)
+        return kernels.linear(normed, weights.lm_head).float()
+
+    def _attend(
+        self,
+        layer: LayerWeights,
+        index: int,
+        x: torch.Tensor,  # [T, E]
+        batch: ForwardBatch,
+        kv: torch.Tensor,
+    ) -> torch.Tensor:
+        config, kernels = self._config, self._kernels
+        heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        projected = kernels.linear(x, layer.qkv).view(-1, heads + 2 * kv_heads, head_dim)
+        q = projected[:, :heads]  # views: [T, H, D] and [T, G, D]
+        k = projected[:, heads : heads + kv_heads]
+        v = projected[:, heads + kv_heads :]
+        if layer.query_norm is not None and layer.key_norm is not None:
+            q = self._norm_heads(q, layer.query_norm)
+            k = self._norm_heads(k, layer.key_norm)
+        kernels.rope_and_cache(
+            q, k, v, self._cos_sin, batch.positions, kv, index, batch.slot_mapping
+        )
+        return kernels.paged_attention(
+            q,
+            kv,
+            index,
+            batch.query_start,
+            batch.seq_lens,
+            batch.block_table,
+            self._scale,
+            config.layer_windows[index],
+        )
+
+    def _norm_heads(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        rows = x.reshape(-1, self._config.head_dim)
+        return self._kernels.rms_norm(rows, weight, self._config.norm_eps).view(x.shape)
