@@ -1,0 +1,43 @@
+"""What a request must satisfy before it may share a batch with others.
+
+An id outside the vocabulary or an impossible length would make the forward pass of a whole step
+fail, so it is refused here, where it harms nobody else.
+"""
+
+from __future__ import annotations
+
+from isthmus.common.errors import ContextLengthError, InvalidRequestError
+from isthmus.common.types import Request
+
+
+def check_request(request: Request, max_model_len: int, vocab_size: int) -> None:
+    """Raises ContextLengthError or InvalidRequestError."""
+    num_tokens = len(request.token_ids)
+    if num_tokens >= max_model_len:
+        raise ContextLengthError(
+            f"{num_tokens} prompt tokens leave no room for an output: a sequence holds at most "
+            f"{max_model_len} tokens here",
+            stage="admit",
+        )
+    sampling = request.sampling
+    if request.num_prompt_tokens < 1:
+        raise InvalidRequestError("the prompt has no tokens", stage="admit")
+    if not 0 <= min(request.token_ids) <= max(request.token_ids) < vocab_size:
+        raise InvalidRequestError(
+            f"prompt tokens must be in [0, {vocab_size})", stage="admit", param="prompt"
+        )
+    if any(not 0 <= token_id < vocab_size for token_id, _ in sampling.logit_bias):
+        raise InvalidRequestError(
+            f"logit_bias tokens must be in [0, {vocab_size})", stage="admit", param="logit_bias"
+        )
+    if sampling.max_tokens <= request.num_resumed_tokens:
+        raise InvalidRequestError(
+            f"max_tokens {sampling.max_tokens} is used up by {request.num_resumed_tokens} "
+            "delivered tokens",
+            stage="admit",
+            param="max_tokens",
+        )
+    if sampling.temperature < 0 or sampling.repetition_penalty <= 0:
+        raise InvalidRequestError(
+            "temperature must not be negative, repetition_penalty must be positive", stage="admit"
+        )

@@ -1,0 +1,82 @@
+"""The memory behind the block ids: one allocation per rank, registered with connectors once.
+
+``tensor`` is [N, L, 2, G, B, D]: block-major, K before V, a head's tokens together. All layers of
+one block are contiguous, so a block is one copy; see ``isthmus.common.kv_layout``.
+"""
+
+from __future__ import annotations
+
+import torch
+from isthmus.common.config import EngineConfig
+from isthmus.common.errors import ConfigError
+from isthmus.common.ids import BlockId
+from isthmus.common.kv_layout import KvLayout
+from isthmus.engine.models.types import ModelSpec
+
+TORCH_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+MIN_BLOCKS = 2  # the null block and one to use
+_GIB = 2**30
+
+
+def layout_of(spec: ModelSpec, block_size: int) -> KvLayout:
+    return KvLayout(
+        model_fingerprint=spec.fingerprint,
+        num_layers=spec.num_layers,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        block_size=block_size,
+        dtype=spec.dtype,
+    )
+
+
+def count_blocks(config: EngineConfig, layout: KvLayout) -> int:
+    """Blocks of the store, the null block included. ConfigError when there is room for none."""
+    num_blocks = config.num_blocks or int(config.kv_cache_gib * _GIB) // layout.block_bytes
+    if num_blocks < MIN_BLOCKS:
+        raise ConfigError(
+            f"engine: {num_blocks} KV blocks of {layout.block_bytes} bytes are too few; "
+            "raise num_blocks or kv_cache_gib",
+            stage="engine",
+        )
+    return num_blocks
+
+
+class KvStore:
+    """Owns the bytes; never moves or resizes them, since peers write here by address."""
+
+    def __init__(self, layout: KvLayout, num_blocks: int, device: str) -> None:
+        self.layout = layout
+        self.num_blocks = num_blocks
+        self.tensor = torch.zeros(  # [N, L, 2, G, B, D]
+            (
+                num_blocks,
+                layout.num_layers,
+                2,
+                layout.num_kv_heads,
+                layout.block_size,
+                layout.head_dim,
+            ),
+            dtype=TORCH_DTYPES[layout.dtype],
+            device=device,
+        )
+
+    @property
+    def base_address(self) -> int:
+        return self.tensor.data_ptr()
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_blocks * self.layout.block_bytes
+
+    @property
+    def block_bytes(self) -> int:
+        return self.layout.block_bytes
+
+    def read_block(self, block_id: BlockId) -> bytes:
+        """A copy of one block, ``block_bytes`` long."""
+        block = self.tensor[block_id].cpu().contiguous().view(torch.uint8)
+        return block.numpy().tobytes()

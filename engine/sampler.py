@@ -1,0 +1,191 @@
+"""From logits to tokens. Deterministic: a token depends on its sequence and its logits row alone.
+
+Order of operations on one row::
+
+    logits → logit_bias → repetition, presence, frequency penalties → stop tokens masked
+           → [log-probabilities are of this distribution]
+           → ÷ temperature → top_k → top_p → min_p → one uniform draw, inverse CDF in token order
+
+Greedy takes the largest value, the lowest token id among equals. A sequence that is greedy and
+plain costs one row of a batched argmax; only others are looked at one by one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from isthmus.common.errors import InternalError
+from isthmus.common.types import SamplingParams, TokenLogprob
+from isthmus.engine.batch import StepInput
+from isthmus.engine.philox import uniforms
+from isthmus.engine.sequence import Sequence
+from isthmus.engine.stop_rules import must_not_stop_yet
+from numpy.typing import NDArray
+
+Logits = NDArray[np.float32]  # [V]
+_TOP_P_CANDIDATES = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """``error`` is set instead of a token when the row holds no usable number."""
+
+    token_id: int
+    logprob: TokenLogprob | None = None
+    error: InternalError | None = None
+
+
+def sample(logits: torch.Tensor, step: StepInput) -> list[SampledToken]:
+    """One token for each of ``step.sampled``; ``logits`` float32 [K, V]."""
+    if not step.sampled:
+        return []
+    best = logits.argmax(dim=-1)  # [K], the lowest id among equals
+    best_values = logits.gather(1, best.unsqueeze(1)).squeeze(1)
+    best_ids = best.tolist()
+    usable = torch.isfinite(best_values).tolist()  # argmax finds a NaN before any number
+    draws = _draws(step.sampled)
+    sampled: list[SampledToken] = []
+    for sequence, row in zip(step.sampled, step.sample_rows, strict=True):
+        if not usable[row]:
+            sampled.append(SampledToken(-1, error=_unusable(sequence)))
+        elif sequence.is_plain:
+            sampled.append(SampledToken(best_ids[row]))
+        else:
+            row_logits = logits[row].cpu().numpy()
+            sampled.append(_sample_row(row_logits, sequence, draws.get(id(sequence), 0.0)))
+    return sampled
+
+
+def append_prompt_logprobs(logits: torch.Tensor, step: StepInput) -> None:
+    """Appends what this step's logits say of prompts to their sequences' ``prompt_logprobs``."""
+    for rows in step.prompt_rows:
+        count = rows.sequence.request.sampling.prompt_logprobs or 0
+        token_ids = rows.sequence.token_ids[rows.first_token : rows.first_token + rows.count]
+        for offset, token_id in enumerate(token_ids.tolist()):
+            row = logits[rows.first_row + offset].cpu().numpy()
+            rows.sequence.prompt_logprobs.append(describe_token(row, token_id, count))
+
+
+def describe_token(logits: Logits, token_id: int, num_top: int) -> TokenLogprob:
+    """Log-probability and rank of ``token_id``, and the ``num_top`` likeliest tokens."""
+    value = logits[token_id]
+    peak = logits.max()
+    log_total = float(peak) + float(np.log(np.exp(logits - peak).sum(dtype=np.float64)))
+    top = tuple(
+        (int(top_id), float(logits[top_id]) - log_total) for top_id in largest(logits, num_top)
+    )
+    rank = int(np.count_nonzero(logits > value))
+    return TokenLogprob(token_id, float(value) - log_total, rank, top)
+
+
+def largest(values: Logits, count: int) -> NDArray[np.int64]:
+    """Ids of the ``count`` largest values, largest first, the lower id first among equals."""
+    if count <= 0:
+        return np.empty(0, dtype=np.int64)
+    if count < len(values):
+        threshold = np.partition(values, len(values) - count)[len(values) - count]
+        candidates = np.flatnonzero(values >= threshold)
+    else:
+        candidates = np.arange(len(values))
+    order = np.argsort(-values[candidates], kind="stable")
+    return candidates[order[:count]]
+
+
+def _draws(sequences: list[Sequence]) -> dict[int, float]:
+    """The uniform draw of each sequence that needs one, all made at once."""
+    random = [s for s in sequences if not s.request.sampling.is_greedy]
+    if not random:
+        return {}
+    values = uniforms(
+        [s.request.sampling.seed for s in random], [s.num_output_tokens for s in random]
+    )
+    return {id(s): float(value) for s, value in zip(random, values, strict=True)}
+
+
+def _sample_row(logits: Logits, sequence: Sequence, draw: float) -> SampledToken:
+    sampling = sequence.request.sampling
+    logits = _adjusted(logits, sequence)
+    greedy = sampling.is_greedy
+    token_id = int(logits.argmax()) if greedy else draw_token(logits, sampling, draw)
+    if logits[token_id] == -np.inf:
+        return SampledToken(-1, error=_unusable(sequence))
+    if sampling.logprobs is None:
+        return SampledToken(token_id)
+    return SampledToken(token_id, describe_token(logits, token_id, sampling.logprobs))
+
+
+def _adjusted(logits: Logits, sequence: Sequence) -> Logits:
+    """Logits after bias, penalties and the mask of stop tokens. A copy when anything changes.
+
+    Presence and frequency penalties count output tokens, as OpenAI's do; the repetition penalty
+    (Keskar et al., "CTRL", 2019, §4.1) looks at prompt and outputs."""
+    sampling = sequence.request.sampling
+    masks_stops = bool(sampling.stop_token_ids) and must_not_stop_yet(sequence)
+    has_counts = bool(sampling.presence_penalty or sampling.frequency_penalty)
+    has_repetition = sampling.repetition_penalty != 1
+    if not (sampling.logit_bias or masks_stops or has_counts or has_repetition):
+        return logits
+    logits = logits.copy()
+    if sampling.logit_bias:
+        token_ids, biases = zip(*sampling.logit_bias, strict=True)
+        np.add.at(logits, np.array(token_ids), np.array(biases, dtype=np.float32))
+    if has_repetition:
+        seen = np.unique(sequence.token_ids)
+        values = logits[seen]
+        penalty = np.float32(sampling.repetition_penalty)
+        logits[seen] = np.where(values > 0, values / penalty, values * penalty)
+    if has_counts:
+        seen, counts = np.unique(sequence.output_token_ids, return_counts=True)
+        logits[seen] -= np.float32(sampling.presence_penalty)
+        logits[seen] -= counts.astype(np.float32) * np.float32(sampling.frequency_penalty)
+    if masks_stops:
+        logits[[i for i in sampling.stop_token_ids if i < len(logits)]] = -np.inf
+    return logits
+
+
+def draw_token(logits: Logits, sampling: SamplingParams, draw: float) -> int:
+    """The token at ``draw`` ∈ [0, 1) of the filtered distribution."""
+    with np.errstate(over="ignore"):  # a tiny temperature makes −inf, which is weight 0
+        scaled = (logits - logits.max()) / np.float32(sampling.temperature)
+    weights = np.exp(scaled)  # unnormalised, the largest is 1
+    kept = _filtered(weights, sampling)
+    cumulative = np.cumsum(weights if kept is None else weights[kept], dtype=np.float64)
+    total = cumulative[-1]
+    target = min(draw * total, np.nextafter(total, 0.0))  # rounding must not step past the end
+    position = int(np.searchsorted(cumulative, target, side="right"))
+    return position if kept is None else int(kept[position])
+
+
+def _filtered(weights: Logits, sampling: SamplingParams) -> NDArray[np.int64] | None:
+    """Ids of the tokens that pass top_k, top_p and min_p, ascending; None = all."""
+    kept: NDArray[np.int64] | None = None
+    if 0 < sampling.top_k < len(weights):
+        kept = np.sort(largest(weights, sampling.top_k))
+    if sampling.top_p < 1:
+        kept = _nucleus(weights, kept, sampling.top_p)
+    if sampling.min_p > 0:
+        ids = np.arange(len(weights)) if kept is None else kept
+        kept = ids[weights[ids] >= np.float32(sampling.min_p)]
+    return kept
+
+
+def _nucleus(weights: Logits, kept: NDArray[np.int64] | None, top_p: float) -> NDArray[np.int64]:
+    """The fewest likeliest tokens whose share of the kept mass reaches ``top_p`` (Holtzman et al.,
+    "The Curious Case of Neural Text Degeneration", ICLR 2020), ascending; at least one."""
+    values = weights if kept is None else weights[kept]
+    needed = top_p * values.sum(dtype=np.float64)
+    for count in (_TOP_P_CANDIDATES, len(values)):  # a short head nearly always suffices
+        order = largest(values, count)
+        mass = np.cumsum(values[order], dtype=np.float64)
+        if mass[-1] >= needed or len(order) == len(values):
+            break
+    nucleus = order[: int(np.searchsorted(mass, needed, side="left")) + 1]
+    return np.sort(nucleus if kept is None else kept[nucleus])
+
+
+def _unusable(sequence: Sequence) -> InternalError:
+    return InternalError(
+        f"request {sequence.request_id}: the model's output is not a finite number", stage="sample"
+    )

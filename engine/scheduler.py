@@ -1,0 +1,179 @@
+"""What runs in the next step. Decides; touches no tensors.
+
+One token budget a step, in this order:
+
+1. running sequences with one token left (decodes), oldest first: the batch never exceeds the
+   budget, so every decode gets its token in every step, whatever prompts are waiting;
+2. running sequences with more (chunks of prompts), oldest first, as far as the budget goes;
+3. newcomers, first come first served: waiting ones, and ones whose KV a peer has computed, which
+   own blocks and lack only a place in the batch. A waiting one that does not fit stops the line
+   behind it, so nobody is overtaken for ever; preempted sequences stand at its head.
+
+A sequence gets the blocks of all its tokens when it enters the batch; later only decodes grow. When
+no block is left for one, the youngest preemptible sequence gives up its blocks and recomputes
+later. The oldest therefore always advances, and a sequence alone fits by construction
+(``max_model_len`` is bounded by the pool).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from isthmus.engine.kv_manager import KvCacheManager
+from isthmus.engine.sequence import SeqStatus, Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step: each sequence runs its ``num_scheduled_tokens``, decodes first."""
+
+    step_id: int
+    scheduled: tuple[Sequence, ...]
+    num_prefill_tokens: int
+    num_decode_tokens: int
+    num_preempted: int
+
+
+class Scheduler:
+    """Owns the queues and the batch. Not thread-safe: the engine core calls it under its lock."""
+
+    def __init__(self, kv: KvCacheManager, max_num_batched_tokens: int, max_num_seqs: int) -> None:
+        self._kv = kv
+        self._token_budget = max_num_batched_tokens
+        self._max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
+        self._running: list[Sequence] = []
+        self._with_kv: deque[Sequence] = deque()
+        self._waiting: deque[Sequence] = deque()
+        self._next_step_id = 0
+        self._num_preempted = 0  # since the last plan
+
+    @property
+    def running(self) -> list[Sequence]:
+        """Sequences that own blocks and compute, oldest first; the batch, then those outside."""
+        return [*self._running, *self._with_kv]
+
+    @property
+    def waiting(self) -> list[Sequence]:
+        return list(self._waiting)
+
+    def num_wanted_blocks(self) -> int:
+        """Blocks that the waiting sequences will take; newcomers must leave them."""
+        return sum(self._kv.blocks_for(sequence.num_tokens) for sequence in self._waiting)
+
+    def add(self, sequence: Sequence) -> None:
+        self._waiting.append(sequence)
+
+    def add_with_kv(self, sequence: Sequence) -> None:
+        """A sequence that owns blocks and whose tokens but the last are computed."""
+        self._with_kv.append(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Takes a sequence out of whichever queue it is in; its blocks are the caller's."""
+        if sequence.status is SeqStatus.RUNNING:
+            self._running.remove(sequence)
+        elif sequence.table is not None:
+            self._with_kv.remove(sequence)
+        else:
+            self._waiting.remove(sequence)
+
+    def schedule(self) -> StepPlan | None:
+        """The next step, or None when nothing can run until blocks or sequences arrive."""
+        decodes = self._schedule_decodes()
+        budget = self._token_budget - len(decodes)
+        chunks: list[Sequence] = []
+        for sequence in self._running:
+            if sequence.num_uncomputed_tokens > 1 and budget > 0:
+                budget = self._schedule_chunk(sequence, budget, chunks)
+        while budget > 0 and len(self._running) < self._max_num_seqs:
+            entered = self._enter_next()
+            if entered is None:
+                break
+            into = decodes if entered.num_uncomputed_tokens == 1 else chunks
+            budget = self._schedule_chunk(entered, budget, into)
+        if not decodes and not chunks:
+            return None
+        plan = StepPlan(
+            step_id=self._next_step_id,
+            scheduled=(*decodes, *chunks),
+            num_prefill_tokens=self._token_budget - budget - len(decodes),
+            num_decode_tokens=len(decodes),
+            num_preempted=self._num_preempted,
+        )
+        self._next_step_id += 1
+        self._num_preempted = 0
+        return plan
+
+    def _schedule_decodes(self) -> list[Sequence]:
+        decodes: list[Sequence] = []
+        for sequence in [s for s in self._running if s.num_uncomputed_tokens == 1]:
+            was_preempted = sequence.status is SeqStatus.PREEMPTED  # for an older one, just now
+            if not was_preempted and self._make_room(sequence):
+                sequence.num_scheduled_tokens = 1
+                decodes.append(sequence)
+        return decodes
+
+    def _schedule_chunk(self, sequence: Sequence, budget: int, into: list[Sequence]) -> int:
+        sequence.num_scheduled_tokens = min(sequence.num_uncomputed_tokens, budget)
+        into.append(sequence)
+        return budget - sequence.num_scheduled_tokens
+
+    def _make_room(self, sequence: Sequence) -> bool:
+        """Finds a block for the next token if one is needed; False = it was preempted itself."""
+        assert sequence.table is not None
+        while not self._kv.try_grow(sequence.table, sequence.num_tokens):
+            victim = next(s for s in reversed(self.running) if s.can_be_preempted)
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        return True
+
+    def _preempt(self, victim: Sequence) -> None:
+        """The victim is the sequence that needs room or younger: not yet in this step's plan."""
+        assert victim.table is not None
+        self.remove(victim)
+        self._kv.free(victim.table)
+        victim.restart()
+        victim.move_to(SeqStatus.PREEMPTED)
+        self._waiting.appendleft(victim)
+        self._num_preempted += 1
+
+    def _enter_next(self) -> Sequence | None:
+        """The older of the two queues' heads, or the other one when that does not fit."""
+        waiting_first = bool(self._waiting) and (
+            not self._with_kv or self._waiting[0].added_ns <= self._with_kv[0].added_ns
+        )
+        if waiting_first:
+            return self._enter_waiting() or self._enter_with_kv()
+        return self._enter_with_kv() or self._enter_waiting()
+
+    def _enter_with_kv(self) -> Sequence | None:
+        if not self._with_kv:
+            return None
+        sequence = self._with_kv[0]
+        assert sequence.table is not None
+        has_room = self._kv.try_grow(sequence.table, sequence.num_tokens)
+        if not has_room and not self._running:  # nobody else will free blocks for it
+            has_room = self._make_room(sequence)
+        if not has_room:
+            return None
+        return self._enter(self._with_kv.popleft())
+
+    def _enter_waiting(self) -> Sequence | None:
+        if not self._waiting:
+            return None
+        sequence = self._waiting[0]
+        hashes = [] if sequence.wants_prompt_logprobs else sequence.block_hashes
+        table = self._kv.try_allocate(sequence.num_tokens, hashes)
+        if table is None:
+            return None
+        sequence.table = table
+        sequence.num_computed_tokens = table.num_cached_blocks * self._kv.block_size
+        if sequence.status is SeqStatus.WAITING:  # a preempted one finds its own blocks again
+            sequence.num_cached_tokens = sequence.num_computed_tokens
+        return self._enter(self._waiting.popleft())
+
+    def _enter(self, sequence: Sequence) -> Sequence:
+        sequence.move_to(SeqStatus.RUNNING)
+        self._running.append(sequence)
+        return sequence

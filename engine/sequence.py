@@ -1,0 +1,163 @@
+"""The engine's record of one request.
+
+::
+
+    token_ids   prompt | outputs delivered before a resume | outputs of this engine
+                └───────────── request.token_ids ─────────┘
+    computed    0 … num_computed_tokens | num_scheduled_tokens (this step) | the rest
+
+There are no phases: ``num_computed_tokens`` chases ``num_tokens``, many tokens a step while the
+prompt is computed (or recomputed after a preemption), one a step afterwards.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import numpy as np
+from isthmus.common.hashing import child_hash
+from isthmus.common.ids import BlockHash, RequestId
+from isthmus.common.state_machine import Transitions
+from isthmus.common.types import FinishReason, Request, SamplingParams, TokenLogprob
+from isthmus.engine.block_table import BlockTable
+from isthmus.engine.types import SequenceMode
+from numpy.typing import NDArray
+
+
+class SeqStatus(Enum):
+    WAITING = "waiting"  # owns no blocks, or the KV a peer computed
+    RUNNING = "running"  # owns blocks; the scheduler gives it tokens
+    PREEMPTED = "preempted"  # lost its blocks, keeps its tokens
+    HELD = "held"  # computes no more; its blocks stay for a transfer
+    FINISHED = "finished"
+
+
+SEQ_TRANSITIONS: Transitions[SeqStatus] = Transitions(
+    {
+        SeqStatus.WAITING: frozenset({SeqStatus.RUNNING, SeqStatus.PREEMPTED, SeqStatus.FINISHED}),
+        SeqStatus.RUNNING: frozenset({SeqStatus.PREEMPTED, SeqStatus.HELD, SeqStatus.FINISHED}),
+        SeqStatus.PREEMPTED: frozenset({SeqStatus.RUNNING, SeqStatus.FINISHED}),
+        SeqStatus.HELD: frozenset({SeqStatus.FINISHED}),
+        SeqStatus.FINISHED: frozenset(),
+    }
+)
+
+
+def _is_plain(sampling: SamplingParams) -> bool:
+    """Whether a token is simply the most likely one and nothing is to be told about it."""
+    has_penalty = (
+        sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1
+    )
+    return (
+        sampling.is_greedy
+        and not has_penalty
+        and not sampling.logit_bias
+        and not (sampling.min_tokens and sampling.stop_token_ids)
+        and sampling.logprobs is None
+    )
+
+
+class Sequence:
+    """Mutable; written by the engine thread, and under the engine's lock where others read it."""
+
+    __slots__ = (
+        "_tokens",
+        "added_ns",
+        "block_hashes",
+        "finish_reason",
+        "held_at_ns",
+        "is_plain",
+        "mode",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_scheduled_tokens",
+        "num_tokens",
+        "prompt_logprobs",
+        "request",
+        "scheduled_ns",
+        "status",
+        "table",
+    )
+
+    def __init__(
+        self, request: Request, mode: SequenceMode, block_hashes: list[BlockHash], added_ns: int
+    ) -> None:
+        """``block_hashes`` of the full blocks of ``request.token_ids``."""
+        self.request = request
+        self.mode = mode
+        self.status = SeqStatus.WAITING
+        self.finish_reason: FinishReason | None = None
+        self.num_tokens = len(request.token_ids)
+        self._tokens: NDArray[np.int64] = np.empty(self.num_tokens + 64, dtype=np.int64)
+        self._tokens[: self.num_tokens] = request.token_ids
+        self.block_hashes = block_hashes
+        self.table: BlockTable | None = None
+        self.num_computed_tokens = 0
+        self.num_scheduled_tokens = 0
+        self.num_cached_tokens = 0
+        self.prompt_logprobs: list[TokenLogprob] = []
+        self.is_plain = _is_plain(request.sampling)
+        self.added_ns = added_ns
+        self.scheduled_ns = 0
+        self.held_at_ns = 0
+
+    @property
+    def request_id(self) -> RequestId:
+        return self.request.request_id
+
+    @property
+    def token_ids(self) -> NDArray[np.int64]:
+        """View of all tokens so far, int64 [num_tokens]."""
+        return self._tokens[: self.num_tokens]
+
+    @property
+    def output_token_ids(self) -> NDArray[np.int64]:
+        """View of the tokens after the prompt, those delivered before a resume included."""
+        return self._tokens[self.request.num_prompt_tokens : self.num_tokens]
+
+    @property
+    def last_token_id(self) -> int:
+        return int(self._tokens[self.num_tokens - 1])
+
+    @property
+    def num_output_tokens(self) -> int:
+        return self.num_tokens - self.request.num_prompt_tokens
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        return self.num_tokens - self.num_computed_tokens
+
+    @property
+    def can_be_preempted(self) -> bool:
+        """Blocks of a PREFILL_ONLY sequence may be read by a peer's transfer at any time."""
+        return self.mode is SequenceMode.FULL
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """True until they went out with the first token of this engine."""
+        is_before_first = self.num_tokens == len(self.request.token_ids)
+        return is_before_first and self.request.sampling.prompt_logprobs is not None
+
+    def move_to(self, status: SeqStatus) -> None:
+        self.status = SEQ_TRANSITIONS.check(self.status, status)
+
+    def append_token(self, token_id: int) -> None:
+        if self.num_tokens == len(self._tokens):
+            self._tokens = np.concatenate((self._tokens, np.empty_like(self._tokens)))
+        self._tokens[self.num_tokens] = token_id
+        self.num_tokens += 1
+
+    def extend_block_hashes(self, block_size: int, root: BlockHash) -> None:
+        """Hashes the blocks that are full by now."""
+        while len(self.block_hashes) < self.num_tokens // block_size:
+            start = len(self.block_hashes) * block_size
+            parent = self.block_hashes[-1] if self.block_hashes else root
+            block_tokens = self._tokens[start : start + block_size].astype("<u4")
+            self.block_hashes.append(child_hash(parent, block_tokens.tobytes()))
+
+    def restart(self) -> None:
+        """Forgets what was computed, keeps every token."""
+        self.table = None
+        self.num_computed_tokens = 0
+        self.num_scheduled_tokens = 0
+        self.prompt_logprobs = []

@@ -1,0 +1,26 @@
+"""When a sequence is over. Prefill and decode instances apply the same rules to the same counts.
+
+``min_tokens`` and ``max_tokens`` count outputs from the prompt's end, those delivered before a
+resume included. Before ``min_tokens`` outputs a stop token cannot be drawn at all: the sampler
+masks it. Stop *strings* are the gateway's business.
+"""
+
+from __future__ import annotations
+
+from isthmus.common.types import FinishReason
+from isthmus.engine.sequence import Sequence
+
+
+def must_not_stop_yet(sequence: Sequence) -> bool:
+    """Whether stop tokens are masked for the next token."""
+    return sequence.num_output_tokens < sequence.request.sampling.min_tokens
+
+
+def find_finish_reason(sequence: Sequence, max_model_len: int) -> FinishReason | None:
+    """Judges the sequence by its last token and its length; None = it goes on."""
+    sampling = sequence.request.sampling
+    if sequence.num_output_tokens and sequence.last_token_id in sampling.stop_token_ids:
+        return FinishReason.STOP
+    if sequence.num_output_tokens >= sampling.max_tokens or sequence.num_tokens >= max_model_len:
+        return FinishReason.LENGTH
+    return None
