@@ -18,8 +18,8 @@ WriteHandle = NewType("WriteHandle", int)
 
 class WriteState(Enum):
     IN_PROGRESS = "in_progress"
-    DONE = "done"
-    FAILED = "failed"
+    DONE = "done"  # every byte is in the peer's memory: nothing of this write can still land
+    FAILED = "failed"  # any part of it may have landed, or land until the connection has drained
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +61,7 @@ class Connector(Protocol):
         """Starts a write. When it is DONE all bytes are in the peer's memory and
         ``notification`` will come out of the peer's ``take_notifications``.
 
+        Without ``ops`` only the notification is sent; an empty ``notification`` is not sent.
         Raises TransferError when nothing was started."""
         ...
 

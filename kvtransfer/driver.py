@@ -1,0 +1,251 @@
+"""Drives one connector from one thread of its own.
+
+A connector may copy inside ``post_write`` (NIXL within a machine does), so nothing of it runs on
+the event loop. All writes go through sweeps::
+
+    submit ─▶ queue of the peer ─▶ in flight (window per peer) ─▶ ended: DONE, FAILED, NOT_POSTED
+              └ dropped there when its owner has ended or its deadline has passed
+
+One sweep polls what is in flight, posts what the window admits and takes notifications; it returns
+what happened to the event loop, where every decision is made. The driver owns write handles: each
+is released exactly once, in the sweep that sees it end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Protocol, TypeVar
+
+from isthmus.common.clock import Clock
+from isthmus.common.errors import IsthmusError, TransferError, TransferTimeoutError
+from isthmus.kvtransfer.interface import (
+    Connector,
+    CopyOp,
+    MemoryRegion,
+    PeerName,
+    WriteHandle,
+    WriteState,
+)
+
+# Most bytes of one write and of one peer's writes in flight. The window bounds what can still land
+# after a deadline, so quarantine_ms must outlast it on the slowest link (64 MiB: 13 MB/s at 5 s).
+MAX_WRITE_BYTES = 16 * 2**20
+WINDOW_BYTES = 64 * 2**20
+
+T = TypeVar("T")
+
+
+class Outcome(Enum):
+    DONE = "done"  # all of it is in the peer's memory
+    FAILED = "failed"  # any part of it may be there, or still land
+    NOT_POSTED = "not_posted"  # none of it was ever sent
+
+
+class WriteOwner(Protocol):
+    @property
+    def is_open(self) -> bool:
+        """Read from the connector's thread: a write of an ended owner is not posted."""
+        ...
+
+    def write_ended(self, write: Write, outcome: Outcome, error: IsthmusError | None) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class Write:
+    """One write on its way. ``expires_ns`` is monotonic: it is never posted from then on."""
+
+    peer: PeerName
+    ops: tuple[CopyOp, ...]
+    notification: bytes
+    expires_ns: int
+    owner: WriteOwner
+    handle: WriteHandle | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(op.num_bytes for op in self.ops)
+
+
+@dataclass(slots=True)
+class Sweep:
+    """What one sweep saw. ``started_ns`` (monotonic) was read before anything else."""
+
+    started_ns: int
+    ended: list[tuple[Write, Outcome, IsthmusError | None]] = field(default_factory=list)
+    notifications: list[tuple[PeerName, bytes]] = field(default_factory=list)
+    num_posted: int = 0
+    error: Exception | None = None  # of taking notifications
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.ended or self.notifications or self.num_posted)
+
+
+class ConnectorDriver:
+    def __init__(self, connector: Connector, region: MemoryRegion, clock: Clock) -> None:
+        self._connector = connector
+        self._clock = clock
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        # A daemon, so that a connector that hangs cannot keep the process from exiting.
+        self._thread = threading.Thread(target=self._run, name="kvtransfer", daemon=True)
+        self._thread.start()
+        self._inbox: deque[Write] = deque()
+        self._queues: dict[PeerName, deque[Write]] = {}
+        self._in_flight: list[Write] = []
+        self.num_open_writes = 0  # submitted and not yet reported as ended
+        self.open_bytes = 0
+        self.metadata: bytes = self._call(lambda: self._register(region)).result()
+
+    @property
+    def connector_name(self) -> str:
+        return self._connector.name
+
+    def submit(self, write: Write) -> None:
+        """From the event loop. The next sweep posts it, or tells its owner why not."""
+        self.num_open_writes += 1
+        self.open_bytes += write.num_bytes
+        self._inbox.append(write)
+
+    async def sweep(self) -> Sweep:
+        """Ended writes are counted off here; telling their owners is the caller's part."""
+        sweep = await asyncio.wrap_future(self._call(self._sweep))
+        for write, _, _ in sweep.ended:
+            self.num_open_writes -= 1
+            self.open_bytes -= write.num_bytes
+        return sweep
+
+    async def add_peer(self, metadata: bytes, region: MemoryRegion, timeout_s: float) -> PeerName:
+        """Raises HandshakeError from the connector and TimeoutError when it takes too long."""
+        future = self._call(lambda: self._connector.add_peer(metadata, region))
+        try:
+            return await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(future)), timeout_s)
+        except (TimeoutError, asyncio.CancelledError):
+            # The call cannot be interrupted: whatever it still brings is taken back.
+            self._jobs.put(lambda: self._discard(future))
+            raise
+
+    async def remove_peer(self, peer: PeerName) -> None:
+        await asyncio.wrap_future(self._call(lambda: self._connector.remove_peer(peer)))
+
+    async def close(self, timeout_s: float) -> bool:
+        """False when the connector did not close in time; its thread is then left behind."""
+        future = self._call(self._connector.close)
+        self._jobs.put(None)
+        try:
+            await asyncio.wait_for(asyncio.wrap_future(future), timeout_s)
+        except TimeoutError:
+            return False
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    # --- on the connector's thread -------------------------------------------------------------
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
+
+    def _call(self, function: Callable[[], T]) -> Future[T]:
+        future: Future[T] = Future()
+
+        def job() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(function())
+            except BaseException as error:  # noqa: BLE001 - handed to whoever awaits the call
+                future.set_exception(error)
+
+        self._jobs.put(job)
+        return future
+
+    def _register(self, region: MemoryRegion) -> bytes:
+        self._connector.register(region)
+        return self._connector.metadata()
+
+    def _discard(self, future: Future[PeerName]) -> None:
+        if future.done() and not future.cancelled() and future.exception() is None:
+            self._connector.remove_peer(future.result())
+
+    def _sweep(self) -> Sweep:
+        sweep = Sweep(self._clock.monotonic_ns())
+        while self._inbox:
+            write = self._inbox.popleft()
+            self._queues.setdefault(write.peer, deque()).append(write)
+        self._in_flight = [write for write in self._in_flight if not self._ends(write, sweep)]
+        for peer in list(self._queues):
+            self._post_queue(peer, sweep)
+        try:
+            sweep.notifications = self._connector.take_notifications()
+        except Exception as error:  # noqa: BLE001 - what ended in this sweep must not get lost
+            sweep.error = error
+        return sweep
+
+    def _post_queue(self, peer: PeerName, sweep: Sweep) -> None:
+        """Posts in order while the window has room; a sweep never posts more than a window."""
+        in_flight = sum(write.num_bytes for write in self._in_flight if write.peer == peer)
+        posted = 0
+        held: deque[Write] = deque()
+        for write in self._queues.pop(peer):
+            if (refusal := self._refusal(write)) is not None:
+                sweep.ended.append((write, Outcome.NOT_POSTED, refusal))
+            elif held or not _fits(write, in_flight) or not _fits(write, posted):
+                held.append(write)
+            elif self._post(write, sweep):
+                posted += write.num_bytes
+                if not self._ends(write, sweep):
+                    self._in_flight.append(write)
+                    in_flight += write.num_bytes
+        if held:
+            self._queues[peer] = held
+
+    def _refusal(self, write: Write) -> IsthmusError | None:
+        if self._clock.monotonic_ns() >= write.expires_ns:
+            return TransferTimeoutError("the deadline passed before the write", stage="transfer")
+        if not write.owner.is_open:
+            return TransferError("the session ended before the write", stage="transfer")
+        return None
+
+    def _post(self, write: Write, sweep: Sweep) -> bool:
+        """True when the write has a handle, that is, when something may have been sent."""
+        try:
+            write.handle = self._connector.post_write(write.peer, write.ops, write.notification)
+        except TransferError as error:
+            sweep.ended.append((write, Outcome.NOT_POSTED, error))
+            return False
+        except Exception as error:  # noqa: BLE001 - a foreign library: assume the worst
+            sweep.ended.append((write, Outcome.FAILED, _unforeseen("post_write", error)))
+            return False
+        sweep.num_posted += 1
+        return True
+
+    def _ends(self, write: Write, sweep: Sweep) -> bool:
+        assert write.handle is not None
+        try:
+            state = self._connector.poll(write.handle)
+            if state is WriteState.IN_PROGRESS:
+                return False
+            self._connector.release(write.handle)
+        except Exception as error:  # noqa: BLE001 - a foreign library: its owner must hear of it
+            sweep.ended.append((write, Outcome.FAILED, _unforeseen("poll", error)))
+            return True
+        if state is WriteState.DONE:
+            sweep.ended.append((write, Outcome.DONE, None))
+        else:
+            failure = TransferError(f"a write to {write.peer} failed", stage="transfer")
+            sweep.ended.append((write, Outcome.FAILED, failure))
+        return True
+
+
+def _fits(write: Write, used: int) -> bool:
+    return used == 0 or used + write.num_bytes <= WINDOW_BYTES
+
+
+def _unforeseen(call: str, error: Exception) -> TransferError:
+    return TransferError(f"the connector's {call} raised {error!r}", stage="transfer")

@@ -1,0 +1,458 @@
+"""All transfers of one instance: who its peers are, which sessions are open, what arrived for whom.
+
+::
+
+    worker ──open/push/cancel──▶ sessions ──writes──▶ ConnectorDriver (own thread) ──▶ peers
+       ◀──── wait_complete, drained, quiesced ────┘ ◀── ended writes, notifications ──┘
+
+The manager owns the tables; every method runs on one event loop. It drives the connector only while
+a write is on its way or a target block could still be written, so an idle instance costs nothing.
+Deadlines are timers of the event loop and need no request, no step and no connector to fire.
+
+Nothing is trusted without its epoch: a notification counts only when it comes from the very
+instance and epoch that the ticket names, and a peer that restarts fails every session of its former
+self.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from isthmus.common.clock import NS_PER_MS, NS_PER_S, Clock
+from isthmus.common.config import TransferConfig
+from isthmus.common.errors import (
+    DeadlineError,
+    HandshakeError,
+    InstanceLostError,
+    IsthmusError,
+    LayoutMismatchError,
+    StaleEpochError,
+    TransferError,
+)
+from isthmus.common.ids import InstanceId, TransferId
+from isthmus.common.kv_layout import KvLayout
+from isthmus.common.logging import RateLimitedLog, get_logger
+from isthmus.common.transfer import PROTOCOL_VERSION, RankEndpoint, TransferOffer, TransferTicket
+from isthmus.common.types import InstanceRef
+from isthmus.kvtransfer.driver import ConnectorDriver, Outcome, Sweep, Write
+from isthmus.kvtransfer.handshake import check_epoch, check_offer, make_offer
+from isthmus.kvtransfer.interface import Connector, MemoryRegion, PeerName
+from isthmus.kvtransfer.notification import decode
+from isthmus.kvtransfer.observer import Side, SilentObserver, TransferObserver
+from isthmus.kvtransfer.receive_session import Ignored, ReceiveSession
+from isthmus.kvtransfer.send_session import Route, SendSession
+
+# Between sweeps that saw nothing the pause doubles from the first to the second.
+_SHORTEST_PAUSE_S = 0.0002
+_LONGEST_PAUSE_S = 0.005
+_CLOSE_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    ref: InstanceRef
+    rank: RankEndpoint
+    name: PeerName
+
+
+class TransferManager:
+    def __init__(
+        self,
+        me: InstanceRef,
+        layout: KvLayout,
+        region: MemoryRegion,
+        num_blocks: int,
+        connector: Connector,
+        config: TransferConfig,
+        clock: Clock,
+        observer: TransferObserver | None = None,
+    ) -> None:
+        """Registers ``region`` with the connector and blocks until that is done."""
+        self._me = me
+        self._layout = layout
+        self._num_blocks = num_blocks
+        self._config = config
+        self._clock = clock
+        self._observer: TransferObserver = observer or SilentObserver()
+        self._driver = ConnectorDriver(connector, region, clock)
+        self._offer = make_offer(
+            me, connector.name, self._driver.metadata, region, num_blocks, layout
+        )
+        self._peers: dict[InstanceId, Peer] = {}
+        self._peer_by_name: dict[PeerName, Peer] = {}
+        self._newest: dict[InstanceId, InstanceRef] = {}  # outlives the peer: old epochs stay old
+        self._meeting = asyncio.Lock()
+        self._sends: dict[TransferId, SendSession] = {}
+        self._receives: dict[TransferId, ReceiveSession] = {}
+        self._opened_ns: dict[tuple[Side, TransferId], int] = {}
+        self._kick = asyncio.Event()
+        self._poller: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_closed = False
+        self._log = RateLimitedLog(get_logger("kvtransfer"))
+        self.bytes_sent = 0
+        self.bytes_received = 0
+        self.num_sweeps = 0
+        self.ignored: Counter[Ignored] = Counter()
+
+    # --- peers ---------------------------------------------------------------------------------
+
+    def offer(self) -> TransferOffer:
+        return self._offer
+
+    async def answer(self, offer: TransferOffer) -> TransferOffer:
+        """The answerer's half of a handshake: its own offer, once the initiator is a peer.
+
+        Raises HandshakeError, LayoutMismatchError or StaleEpochError; the peer table is then as it
+        was before.
+        """
+        await self._meet(offer)
+        return self._offer
+
+    async def complete(self, offer: TransferOffer) -> None:
+        """The initiator's half, with the answer. Raises as ``answer`` does."""
+        await self._meet(offer)
+
+    def knows(self, ref: InstanceRef) -> bool:
+        """True after a handshake with exactly this epoch."""
+        peer = self._peers.get(ref.instance_id)
+        return peer is not None and peer.ref.epoch == ref.epoch
+
+    async def forget(self, instance_id: InstanceId, *, is_gone: bool = False) -> None:
+        """A peer was lost: its sessions fail with InstanceLostError and the connector drops it.
+
+        ``is_gone`` is the caller's proof that the peer's process has ended (its pid is gone, a
+        newer epoch is registered); without it a stopped process may yet go on writing, so target
+        blocks rest until the deadline and the quarantine have passed.
+        """
+        lost = InstanceLostError(
+            f"{instance_id} is lost", stage="transfer", instance_id=instance_id
+        )
+        async with self._meeting:
+            await self._drop(instance_id, lost, is_gone)
+
+    async def _meet(self, offer: TransferOffer) -> None:
+        rank = check_offer(self._offer, offer)
+        ref = offer.instance
+        async with self._meeting:
+            check_epoch(self._newest.get(ref.instance_id), ref)
+            known = self._peers.get(ref.instance_id)
+            if known is not None and known.ref.epoch == ref.epoch:
+                if known.rank == rank:
+                    return
+                raise HandshakeError(
+                    f"{ref.instance_id} offers other memory under the same epoch {ref.epoch}",
+                    stage="handshake",
+                    instance_id=ref.instance_id,
+                )
+            replaced = StaleEpochError(
+                f"{ref.instance_id} restarted as epoch {ref.epoch}",
+                stage="transfer",
+                instance_id=ref.instance_id,
+            )
+            await self._drop(ref.instance_id, replaced, is_gone=True)
+            peer = Peer(ref, rank, await self._add_peer(ref, rank))
+            self._peers[ref.instance_id] = self._peer_by_name[peer.name] = peer
+            self._newest[ref.instance_id] = ref
+
+    async def _add_peer(self, ref: InstanceRef, rank: RankEndpoint) -> PeerName:
+        region = MemoryRegion(rank.base_address, rank.num_bytes)
+        timeout_ms = self._config.handshake_timeout_ms
+        try:
+            return await self._driver.add_peer(rank.agent_metadata, region, timeout_ms / 1000)
+        except TimeoutError as error:
+            raise HandshakeError(
+                f"{ref.instance_id} did not become a peer within {timeout_ms} ms",
+                stage="handshake",
+                instance_id=ref.instance_id,
+            ) from error
+
+    async def _drop(self, instance_id: InstanceId, error: IsthmusError, is_gone: bool) -> None:
+        peer = self._peers.pop(instance_id, None)
+        for receive in list(self._receives.values()):
+            if receive.ticket.source.instance_id == instance_id:
+                receive.peer_gone(error, is_gone)
+        for send in list(self._sends.values()):
+            if send.ticket.target.instance_id == instance_id:
+                send.fail(error)
+        if peer is not None:
+            del self._peer_by_name[peer.name]
+            await self._driver.remove_peer(peer.name)
+            self._kick.set()
+
+    # --- sessions ------------------------------------------------------------------------------
+
+    def open_receive(self, ticket: TransferTicket) -> ReceiveSession:
+        """For the decode side, before the ticket leaves. Raises StaleEpochError,
+        LayoutMismatchError, DeadlineError or TransferError (a ticket that cannot be right)."""
+        self._check_ticket(ticket, mine=ticket.target, peer=ticket.source)
+        if ticket.transfer_id in self._receives:
+            raise TransferError("this transfer id is in use", stage="transfer")
+        if not all(0 <= block < self._num_blocks for block in ticket.target_block_ids):
+            raise TransferError("target blocks outside the store", stage="transfer")
+        session = ReceiveSession(
+            ticket, self._layout, self._expires_ns(ticket), self._quarantine_ns, self
+        )
+        self._receives[ticket.transfer_id] = session
+        self._opened("receive", ticket)
+        return session
+
+    def open_send(self, ticket: TransferTicket) -> SendSession:
+        """For the prefill side. Raises StaleEpochError, LayoutMismatchError, HandshakeError (no
+        handshake with the target yet), DeadlineError or TransferError."""
+        self._check_ticket(ticket, mine=ticket.source, peer=ticket.target)
+        peer = self._peers.get(ticket.target.instance_id)
+        if peer is None or peer.ref.epoch != ticket.target.epoch:
+            raise HandshakeError(
+                f"no handshake with {ticket.target.instance_id} of epoch {ticket.target.epoch}",
+                stage="transfer",
+                instance_id=ticket.target.instance_id,
+            )
+        if ticket.transfer_id in self._sends:
+            raise TransferError("this transfer id is in use", stage="transfer")
+        if not all(0 <= block < peer.rank.num_blocks for block in ticket.target_block_ids):
+            raise TransferError("target blocks outside the peer's store", stage="transfer")
+        route = Route(peer.name, self._layout, self._num_blocks, peer.rank.layout)
+        session = SendSession(ticket, route, self._expires_ns(ticket), self._quarantine_ns, self)
+        self._sends[ticket.transfer_id] = session
+        self._opened("send", ticket)
+        return session
+
+    def sessions_by_state(self) -> dict[str, int]:
+        """Sessions that still own something, as ``send:streaming`` → count."""
+        counts: Counter[str] = Counter()
+        counts.update(f"send:{session.state.value}" for session in self._sends.values())
+        counts.update(f"receive:{session.state.value}" for session in self._receives.values())
+        return dict(counts)
+
+    @property
+    def inflight_bytes(self) -> int:
+        """Pushed and not yet in a peer's memory."""
+        return self._driver.open_bytes
+
+    def check_integrity(self) -> None:
+        """AssertionError when an ended session is kept without need or a write has no session."""
+        for send in self._sends.values():
+            assert send.is_open or not send.is_quiet, f"send session kept: {send.state}"
+        for receive in self._receives.values():
+            assert receive.is_open or not receive.is_quiescent, f"receive kept: {receive.state}"
+        open_ids = {("send", key) for key in self._sends} | {("receive", k) for k in self._receives}
+        assert set(self._opened_ns) <= open_ids, "a session left its opening time behind"
+
+    def _check_ticket(self, ticket: TransferTicket, mine: InstanceRef, peer: InstanceRef) -> None:
+        if self._is_closed:
+            raise TransferError("this instance is shutting down", stage="transfer")
+        if ticket.protocol_version != PROTOCOL_VERSION:
+            raise HandshakeError(
+                f"ticket of protocol version {ticket.protocol_version}, {PROTOCOL_VERSION} here",
+                stage="transfer",
+            )
+        if (mine.instance_id, mine.epoch) != (self._me.instance_id, self._me.epoch):
+            raise StaleEpochError(
+                f"the ticket names {mine.instance_id} of epoch {mine.epoch}, this is "
+                f"{self._me.instance_id} of epoch {self._me.epoch}",
+                stage="transfer",
+                instance_id=self._me.instance_id,
+            )
+        check_epoch(self._newest.get(peer.instance_id), peer)
+        if ticket.layout_hash != self._layout.compat_hash:
+            raise LayoutMismatchError(
+                f"the ticket's layout hash is {ticket.layout_hash}, {self._layout.compat_hash} "
+                "here",
+                stage="transfer",
+            )
+        if self._clock.now_ns() >= ticket.deadline_ns:
+            raise DeadlineError("the ticket's deadline has passed", stage="transfer")
+        blocks = ticket.target_block_ids
+        whole = -(-ticket.num_tokens // self._layout.block_size)
+        if (
+            not blocks
+            or len(set(blocks)) != len(blocks)
+            or ticket.first_block + len(blocks) != whole
+        ):
+            raise TransferError(
+                f"{len(blocks)} target blocks from block {ticket.first_block} on do not hold "
+                f"{ticket.num_tokens} tokens",
+                stage="transfer",
+            )
+
+    def _expires_ns(self, ticket: TransferTicket) -> int:
+        return self._clock.monotonic_ns() + ticket.deadline_ns - self._clock.now_ns()
+
+    @property
+    def _quarantine_ns(self) -> int:
+        return self._config.quarantine_ms * NS_PER_MS
+
+    def _opened(self, side: Side, ticket: TransferTicket) -> None:
+        self._opened_ns[side, ticket.transfer_id] = self._clock.monotonic_ns()
+        self._arm_timer()
+        self._kick.set()
+
+    # --- what sessions tell (SendHost, ReceiveHost) -----------------------------------------------
+
+    def submit(self, write: Write) -> None:
+        self._driver.submit(write)
+        self._kick.set()
+
+    def ns_until(self, monotonic_ns: int) -> int:
+        return monotonic_ns - self._clock.monotonic_ns()
+
+    def send_ended(self, session: SendSession) -> None:
+        self._session_ended("send", session.ticket, session.state.value, session.num_bytes)
+
+    def receive_ended(self, session: ReceiveSession) -> None:
+        self._session_ended("receive", session.ticket, session.state.value, session.num_bytes)
+        self._kick.set()
+
+    def send_quiet(self, session: SendSession) -> None:
+        self._sends.pop(session.ticket.transfer_id, None)
+        note = session.abort_note()
+        peer = self._peers.get(session.ticket.target.instance_id)
+        if note is None or peer is None or peer.ref.epoch != session.ticket.target.epoch:
+            return
+        expires_ns = self._clock.monotonic_ns() + self._quarantine_ns
+        self.submit(Write(peer.name, (), note.encode(), expires_ns, owner=_Notice()))
+
+    def receive_quiescent(self, session: ReceiveSession) -> None:
+        self._receives.pop(session.ticket.transfer_id, None)
+
+    def receive_needs_poll(self) -> None:
+        self._kick.set()
+
+    def _session_ended(self, side: Side, ticket: TransferTicket, state: str, size: int) -> None:
+        opened_ns = self._opened_ns.pop((side, ticket.transfer_id))
+        seconds = (self._clock.monotonic_ns() - opened_ns) / NS_PER_S
+        self._observer.session_ended(side, state, size, seconds)
+
+    # --- time ----------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begins to drive the connector. Call once, on the event loop."""
+        self._poller = asyncio.get_running_loop().create_task(self._poll(), name="kvtransfer-poll")
+        self._poller.add_done_callback(self._poller_ended)
+
+    async def close(self) -> None:
+        """Fails every session, then closes the connector. Idempotent."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        error = TransferError("this instance is shutting down", stage="transfer")
+        for session in self._open_sessions():
+            session.fail(error)
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._poller is not None:
+            self._poller.cancel()
+            await asyncio.gather(self._poller, return_exceptions=True)
+        if not await self._driver.close(_CLOSE_TIMEOUT_S):
+            self._log.warning("close", "the connector did not close in time")
+
+    def expire_due(self) -> None:
+        """Ends every session whose deadline has passed. Runs by timer."""
+        now_ns = self._clock.monotonic_ns()
+        for session in self._open_sessions():
+            if session.expires_ns <= now_ns:
+                session.expire()
+        self._arm_timer()
+
+    def _open_sessions(self) -> list[SendSession | ReceiveSession]:
+        sessions: list[SendSession | ReceiveSession] = [
+            *self._sends.values(),
+            *self._receives.values(),
+        ]
+        return [session for session in sessions if session.is_open]
+
+    def _arm_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        deadlines = [session.expires_ns for session in self._open_sessions()]
+        if deadlines and not self._is_closed:
+            delay_s = max(0, self.ns_until(min(deadlines))) / NS_PER_S
+            self._timer = asyncio.get_running_loop().call_later(delay_s, self.expire_due)
+
+    async def _poll(self) -> None:
+        pause_s = _SHORTEST_PAUSE_S
+        while True:
+            if not (self._driver.num_open_writes or self._receives):
+                await self._kick.wait()
+            self._kick.clear()
+            sweep = await self.sweep_once()
+            pause_s = (
+                _SHORTEST_PAUSE_S if not sweep.is_empty else min(2 * pause_s, _LONGEST_PAUSE_S)
+            )
+            try:
+                await asyncio.wait_for(self._kick.wait(), pause_s)
+            except TimeoutError:
+                continue
+            pause_s = _SHORTEST_PAUSE_S
+
+    def _poller_ended(self, poller: asyncio.Task[None]) -> None:
+        """A poller ends by ``close``; ending by a bug must not leave sessions waiting for it."""
+        if poller.cancelled():
+            return
+        self._is_closed = True
+        error = TransferError(
+            f"the transfer poller failed: {poller.exception()!r}", stage="transfer"
+        )
+        get_logger("kvtransfer").error("poller failed", exc_info=poller.exception())
+        for session in self._open_sessions():
+            session.fail(error)
+
+    async def sweep_once(self) -> Sweep:
+        """Drives the connector once and hands out what it brought. Runs by itself after start."""
+        sweep = await self._driver.sweep()
+        self.num_sweeps += 1
+        self.expire_due()  # first: what comes after the deadline must not count
+        if sweep.error is not None:
+            self._log.warning("connector", "taking notifications failed", error=repr(sweep.error))
+        for write, outcome, error in sweep.ended:
+            if outcome is Outcome.DONE:
+                self.bytes_sent += write.num_bytes
+            write.owner.write_ended(write, outcome, error)
+        for peer_name, payload in sweep.notifications:
+            self._accept(peer_name, payload)
+        self._rest(sweep.started_ns, self._receives.values())
+        return sweep
+
+    def _accept(self, peer_name: PeerName, payload: bytes) -> None:
+        ignored = self._deliver(peer_name, payload)
+        if ignored is not None:
+            self.ignored[ignored] += 1
+            self._observer.notification_ignored(ignored)
+
+    def _deliver(self, peer_name: PeerName, payload: bytes) -> Ignored | None:
+        note = decode(payload)
+        if note is None:
+            return Ignored.MALFORMED
+        session = self._receives.get(note.transfer_id)
+        if session is None:
+            return Ignored.UNKNOWN
+        peer = self._peer_by_name.get(peer_name)
+        source = session.ticket.source
+        if peer is None or (peer.ref.instance_id, peer.ref.epoch) != (
+            source.instance_id,
+            source.epoch,
+        ):
+            return Ignored.FOREIGN
+        before = session.num_bytes
+        ignored = session.accept(note)
+        self.bytes_received += session.num_bytes - before
+        return ignored
+
+    @staticmethod
+    def _rest(started_ns: int, sessions: Iterable[ReceiveSession]) -> None:
+        for session in list(sessions):
+            session.swept(started_ns)
+
+
+class _Notice:
+    """Owner of a write without bytes that nobody waits for."""
+
+    is_open = True
+
+    def write_ended(self, write: Write, outcome: Outcome, error: IsthmusError | None) -> None:
+        pass

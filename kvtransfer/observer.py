@@ -1,0 +1,27 @@
+"""What a TransferManager reports, so that metrics can be counted without being known here."""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol
+
+from isthmus.kvtransfer.receive_session import Ignored
+
+Side = Literal["send", "receive"]
+
+
+class TransferObserver(Protocol):
+    """Called on the manager's event loop; must not block or raise."""
+
+    def session_ended(self, side: Side, state: str, num_bytes: int, seconds: float) -> None:
+        """A session reached a terminal state, ``seconds`` after it was opened."""
+        ...
+
+    def notification_ignored(self, reason: Ignored) -> None: ...
+
+
+class SilentObserver:
+    def session_ended(self, side: Side, state: str, num_bytes: int, seconds: float) -> None:
+        pass
+
+    def notification_ignored(self, reason: Ignored) -> None:
+        pass

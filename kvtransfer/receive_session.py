@@ -1,0 +1,301 @@
+"""The decode side of one transfer: which target blocks are written, and when they are safe.
+
+::
+
+    RESERVED ──▶ RECEIVING ──▶ COMPLETE                 every block × layer is there, exactly once
+        └────────────┴────────▶ FAILED │ CANCELLED │ EXPIRED
+
+Two questions are kept apart. *Did it arrive?* is the state. *Can a write still land?* is
+quiescence: the target blocks belong to the transfer until there is a proof that none can, whatever
+the state. A session that ends badly stays in its manager's table until that proof is there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from enum import Enum
+from typing import Protocol
+
+from isthmus.common.errors import (
+    CancelledError,
+    IsthmusError,
+    TransferError,
+    TransferTimeoutError,
+)
+from isthmus.common.kv_layout import KvLayout
+from isthmus.common.state_machine import Transitions
+from isthmus.common.transfer import TransferTicket
+from isthmus.kvtransfer.notification import Flags, Notification
+
+# Rest is counted in time between sweeps, and no gap counts for more than this: while this process
+# was stopped nothing drained, so such time is no rest.
+_MAX_REST_STEP_NS = 100_000_000
+
+
+class ReceiveState(Enum):
+    RESERVED = "reserved"  # the ticket may be out; nothing has arrived
+    RECEIVING = "receiving"
+    COMPLETE = "complete"  # the caller owns the blocks again, with their KV
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    EXPIRED = "expired"
+
+
+_BAD_ENDS = frozenset({ReceiveState.FAILED, ReceiveState.CANCELLED, ReceiveState.EXPIRED})
+RECEIVE_TRANSITIONS: Transitions[ReceiveState] = Transitions(
+    {
+        ReceiveState.RESERVED: frozenset({ReceiveState.RECEIVING}) | _BAD_ENDS,
+        ReceiveState.RECEIVING: frozenset({ReceiveState.COMPLETE}) | _BAD_ENDS,
+        ReceiveState.COMPLETE: frozenset(),
+        ReceiveState.FAILED: frozenset(),
+        ReceiveState.CANCELLED: frozenset(),
+        ReceiveState.EXPIRED: frozenset(),
+    }
+)
+
+
+class Proof(Enum):
+    """Why no write of a transfer can land any more."""
+
+    ALL_ARRIVED = "all_arrived"
+    SENDER_CONFIRMED = "sender_confirmed"  # each of its writes was done or never posted
+    QUARANTINE_PASSED = "quarantine_passed"  # rest after the deadline or the peer's death
+
+
+class Ignored(Enum):
+    """Why a notification changed nothing."""
+
+    MALFORMED = "malformed"
+    UNKNOWN = "unknown"  # no such transfer, or one that is long over
+    FOREIGN = "foreign"  # not from the instance and epoch that the ticket names
+    DUPLICATE = "duplicate"
+    LATE = "late"  # after the session's end
+
+
+class ReceiveHost(Protocol):
+    """The manager, as a session sees it."""
+
+    def receive_ended(self, session: ReceiveSession) -> None: ...
+
+    def receive_quiescent(self, session: ReceiveSession) -> None: ...
+
+    def receive_needs_poll(self) -> None: ...
+
+
+class ReceiveSession:
+    """Made by TransferManager.open_receive; lives on its event loop. Times are monotonic."""
+
+    def __init__(
+        self,
+        ticket: TransferTicket,
+        layout: KvLayout,
+        expires_ns: int,
+        quarantine_ns: int,
+        host: ReceiveHost,
+    ) -> None:
+        self.ticket = ticket
+        self.expires_ns = expires_ns
+        self.num_bytes = 0
+        self.proof: Proof | None = None
+        self._state = ReceiveState.RESERVED
+        self._error: IsthmusError | None = None
+        self._host = host
+        self._layout = layout
+        self._all_layers = (1 << layout.num_layers) - 1
+        self._layers_present = [0] * ticket.num_blocks  # per target block, one bit a layer
+        self._chunks: set[int] = set()
+        self._num_chunks: int | None = None
+        self._rest_from_ns = expires_ns
+        self._rest_needed_ns = quarantine_ns
+        self._last_swept_ns: int | None = None
+        self._ended = asyncio.Event()
+        self._quiescent = asyncio.Event()
+
+    @property
+    def state(self) -> ReceiveState:
+        return self._state
+
+    @property
+    def is_open(self) -> bool:
+        return not RECEIVE_TRANSITIONS.is_terminal(self._state)
+
+    @property
+    def is_quiescent(self) -> bool:
+        """True when no write can still land in the target blocks. It stays true."""
+        return self.proof is not None
+
+    @property
+    def error(self) -> IsthmusError | None:
+        return self._error
+
+    # --- for the worker ------------------------------------------------------------------------
+
+    def expect(self, num_chunks: int) -> None:
+        """The sender's own count, as told over RPC; a contradiction fails the session."""
+        if self.is_open:
+            self._learn_num_chunks(num_chunks)
+            self._complete_if_all_arrived()
+        self._host.receive_needs_poll()
+
+    async def wait_complete(self) -> None:
+        """Returns when every block is there, else raises what ended the session: TransferError,
+        TransferTimeoutError, InstanceLostError, StaleEpochError, CancelledError, or the error
+        given to ``fail``."""
+        await self._ended.wait()
+        if self._error is not None:
+            raise self._error
+
+    def cancel(self) -> None:
+        self._end(ReceiveState.CANCELLED, CancelledError("transfer cancelled", stage="transfer"))
+
+    def fail(self, error: IsthmusError) -> None:
+        self._end(ReceiveState.FAILED, error)
+
+    def peer_quiesced(self) -> None:
+        """The sender said over RPC that none of its writes can still land."""
+        self._prove(Proof.SENDER_CONFIRMED)
+
+    async def quiesced(self, timeout_s: float) -> bool:
+        """Waits for ``is_quiescent``; False when it did not come in time."""
+        try:
+            await asyncio.wait_for(self._quiescent.wait(), timeout_s)
+        except TimeoutError:
+            return False
+        return True
+
+    # --- for the manager -----------------------------------------------------------------------
+
+    def accept(self, note: Notification) -> Ignored | None:
+        """A notification from the right peer. None when it counted."""
+        if Flags.ABORTED in note.flags:
+            return self._accept_abort(note)
+        if note.chunk in self._chunks:
+            return Ignored.DUPLICATE
+        was_open = self.is_open
+        if (violation := self._violation(note)) is not None:
+            self.fail(TransferError(f"chunk {note.chunk}: {violation}", stage="transfer"))
+            return None if was_open else Ignored.LATE
+        if self._state is ReceiveState.RESERVED:
+            self._state = RECEIVE_TRANSITIONS.check(self._state, ReceiveState.RECEIVING)
+        self._cover(note)
+        if Flags.LAST in note.flags:
+            self._learn_num_chunks(note.chunk + 1)
+        self._complete_if_all_arrived()
+        return None if was_open else Ignored.LATE
+
+    def expire(self) -> None:
+        self._end(
+            ReceiveState.EXPIRED,
+            TransferTimeoutError(
+                f"{sum(self._is_whole(index) for index in range(self.ticket.num_blocks))} of "
+                f"{self.ticket.num_blocks} blocks had arrived at the deadline",
+                stage="transfer",
+                instance_id=self.ticket.source.instance_id,
+            ),
+        )
+
+    def peer_gone(self, error: IsthmusError, is_gone: bool) -> None:
+        """The peer was forgotten. ``is_gone``: its process has ended, so only what is already on
+        its way can land and rest begins now instead of at the deadline."""
+        self.fail(error)
+        if is_gone:
+            self._rest_from_ns = 0
+
+    def swept(self, started_ns: int) -> None:
+        """The connector was driven once more; ``started_ns`` is when that began."""
+        if self.is_open or self.is_quiescent or started_ns < self._rest_from_ns:
+            return
+        if self._last_swept_ns is not None:
+            step_ns = started_ns - self._last_swept_ns
+            self._rest_needed_ns -= min(step_ns, _MAX_REST_STEP_NS)
+        self._last_swept_ns = started_ns
+        if self._rest_needed_ns <= 0:
+            self._prove(Proof.QUARANTINE_PASSED)
+
+    # --- inside --------------------------------------------------------------------------------
+
+    def _accept_abort(self, note: Notification) -> Ignored | None:
+        was_open = self.is_open
+        self.fail(
+            TransferError(
+                "the sender gave up",
+                stage="transfer",
+                instance_id=self.ticket.source.instance_id,
+            )
+        )
+        if Flags.QUIET in note.flags:
+            self._prove(Proof.SENDER_CONFIRMED)
+        return None if was_open else Ignored.LATE
+
+    def _violation(self, note: Notification) -> str | None:
+        """What the chunk claims beside the ticket, the layout or earlier chunks."""
+        last_block = note.first_block + note.num_blocks
+        if note.num_blocks < 1 or last_block > self.ticket.num_blocks:
+            return f"blocks [{note.first_block}, {last_block}) of {self.ticket.num_blocks}"
+        if not note.layer_first <= note.layer_last < self._layout.num_layers:
+            return f"layers [{note.layer_first}, {note.layer_last}] of {self._layout.num_layers}"
+        if self._num_chunks is not None and note.chunk >= self._num_chunks:
+            return f"only {self._num_chunks} chunks were announced"
+        layers = _layer_bits(note)
+        if any(present & layers for present in self._layers_present[note.first_block : last_block]):
+            return "writes blocks that another chunk wrote"
+        return None
+
+    def _cover(self, note: Notification) -> None:
+        self._chunks.add(note.chunk)
+        layers = _layer_bits(note)
+        for index in range(note.first_block, note.first_block + note.num_blocks):
+            self._layers_present[index] |= layers
+        num_layers = note.layer_last - note.layer_first + 1
+        self.num_bytes += note.num_blocks * num_layers * self._layout.layer_bytes
+
+    def _learn_num_chunks(self, num_chunks: int) -> None:
+        known = self._num_chunks
+        beyond = [chunk for chunk in self._chunks if chunk >= num_chunks]
+        if beyond or (known is not None and known != num_chunks):
+            self.fail(
+                TransferError(
+                    f"{num_chunks} chunks announced, but {known or max(beyond) + 1} known",
+                    stage="transfer",
+                )
+            )
+        else:
+            self._num_chunks = num_chunks
+
+    def _complete_if_all_arrived(self) -> None:
+        if self._num_chunks is None or len(self._chunks) != self._num_chunks:
+            return
+        if all(map(self._is_whole, range(self.ticket.num_blocks))):
+            if self.is_open:
+                self._end(ReceiveState.COMPLETE, None)
+            self._prove(Proof.ALL_ARRIVED)
+        else:
+            missing = sum(not self._is_whole(index) for index in range(self.ticket.num_blocks))
+            self.fail(
+                TransferError(f"{missing} blocks are in none of the chunks", stage="transfer")
+            )
+
+    def _is_whole(self, index: int) -> bool:
+        return self._layers_present[index] == self._all_layers
+
+    def _end(self, state: ReceiveState, error: IsthmusError | None) -> None:
+        if not self.is_open:
+            return
+        self._state = RECEIVE_TRANSITIONS.check(self._state, state)
+        self._error = error
+        self._ended.set()
+        self._host.receive_ended(self)
+        if self.is_quiescent:  # the sender confirmed before this end
+            self._host.receive_quiescent(self)
+
+    def _prove(self, proof: Proof) -> None:
+        if self.is_quiescent:
+            return
+        self.proof = proof
+        self._quiescent.set()
+        if not self.is_open:
+            self._host.receive_quiescent(self)
+
+
+def _layer_bits(note: Notification) -> int:
+    return (1 << (note.layer_last + 1)) - (1 << note.layer_first)

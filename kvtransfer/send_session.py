@@ -1,0 +1,269 @@
+"""The prefill side of one transfer: what has been pushed, and whether anything is still on its way.
+
+::
+
+    CONNECTED ──▶ STREAMING ──▶ DRAINING_NIC ──▶ DONE      every pushed byte is in the peer's memory
+        └────────────┴───────────────┴─────────▶ FAILED │ CANCELLED │ EXPIRED
+
+A session is made only towards a peer that has shaken hands, so it begins CONNECTED. It reads its
+source blocks until it is quiet: the worker keeps its hold on them until ``drained`` or ``quiesce``
+has returned. Ending badly stops every write that is not yet posted and, once the posted ones have
+ended, tells the receiver so (ABORTED), with QUIET when nothing of them can still land.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+from isthmus.common.errors import (
+    CancelledError,
+    IsthmusError,
+    TransferTimeoutError,
+)
+from isthmus.common.ids import BlockId
+from isthmus.common.kv_layout import KvLayout
+from isthmus.common.state_machine import Transitions
+from isthmus.common.transfer import TransferTicket
+from isthmus.kvtransfer.driver import MAX_WRITE_BYTES, Outcome, Write
+from isthmus.kvtransfer.interface import PeerName
+from isthmus.kvtransfer.notification import Flags, Notification
+from isthmus.kvtransfer.plan import plan_copies
+
+
+class SendState(Enum):
+    CONNECTED = "connected"
+    STREAMING = "streaming"
+    DRAINING_NIC = "draining_nic"  # everything is pushed; writes are in flight
+    DONE = "done"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    EXPIRED = "expired"
+
+
+_BAD_ENDS = frozenset({SendState.FAILED, SendState.CANCELLED, SendState.EXPIRED})
+SEND_TRANSITIONS: Transitions[SendState] = Transitions(
+    {
+        SendState.CONNECTED: frozenset({SendState.STREAMING}) | _BAD_ENDS,
+        SendState.STREAMING: frozenset({SendState.DRAINING_NIC}) | _BAD_ENDS,
+        SendState.DRAINING_NIC: frozenset({SendState.DONE}) | _BAD_ENDS,
+        SendState.DONE: frozenset(),
+        SendState.FAILED: frozenset(),
+        SendState.CANCELLED: frozenset(),
+        SendState.EXPIRED: frozenset(),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """From this instance's store to the peer's."""
+
+    peer: PeerName
+    source: KvLayout
+    num_source_blocks: int
+    target: KvLayout
+
+
+class SendHost(Protocol):
+    """The manager, as a session sees it."""
+
+    def submit(self, write: Write) -> None: ...
+
+    def send_ended(self, session: SendSession) -> None: ...
+
+    def send_quiet(self, session: SendSession) -> None: ...
+
+    def ns_until(self, monotonic_ns: int) -> int: ...
+
+
+class SendSession:
+    """Made by TransferManager.open_send; lives on its event loop. Times are monotonic."""
+
+    def __init__(
+        self,
+        ticket: TransferTicket,
+        route: Route,
+        expires_ns: int,
+        quarantine_ns: int,
+        host: SendHost,
+    ) -> None:
+        self.ticket = ticket
+        self.expires_ns = expires_ns
+        self.num_chunks = 0
+        self.num_bytes = 0  # of writes that are done
+        self._state = SendState.CONNECTED
+        self._error: IsthmusError | None = None
+        self._route = route
+        self._host = host
+        self._quarantine_ns = quarantine_ns
+        self._next_index = 0
+        self._num_open_writes = 0
+        self._may_still_land = False
+        self._ended = asyncio.Event()
+        self._quiet = asyncio.Event()
+
+    @property
+    def state(self) -> SendState:
+        return self._state
+
+    @property
+    def is_open(self) -> bool:
+        return not SEND_TRANSITIONS.is_terminal(self._state)
+
+    @property
+    def error(self) -> IsthmusError | None:
+        return self._error
+
+    @property
+    def is_quiet(self) -> bool:
+        """True when the session has ended and reads no source block any more."""
+        return self._quiet.is_set()
+
+    # --- for the worker ------------------------------------------------------------------------
+
+    def push(self, first_index: int, source_block_ids: Sequence[BlockId], is_last: bool) -> None:
+        """Writes ``source_block_ids`` into ``ticket.target_block_ids[first_index:…]``, in one or
+        more chunks. Pushes come in order without gaps; the last one ends at the ticket's end.
+
+        Raises what ended the session when it has ended, and ValueError for a push that breaks the
+        order or names a block that is not there.
+        """
+        if self._error is not None:
+            raise self._error
+        self._check_push(first_index, source_block_ids, is_last)
+        if self._state is SendState.CONNECTED:
+            self._state = SEND_TRANSITIONS.check(self._state, SendState.STREAMING)
+        if is_last:
+            self._state = SEND_TRANSITIONS.check(self._state, SendState.DRAINING_NIC)
+        self._next_index += len(source_block_ids)
+        for start, end in self._pieces(len(source_block_ids)):
+            self._push_chunk(
+                first_index + start,
+                source_block_ids[start:end],
+                is_last=is_last and end == len(source_block_ids),
+            )
+
+    async def drained(self) -> None:
+        """Returns when every write is done after the last push, else raises what ended the
+        session: TransferError, TransferTimeoutError, InstanceLostError or CancelledError."""
+        await self._ended.wait()
+        if self._error is not None:
+            raise self._error
+
+    def cancel(self) -> None:
+        self._end(SendState.CANCELLED, CancelledError("transfer cancelled", stage="transfer"))
+
+    def fail(self, error: IsthmusError) -> None:
+        self._end(SendState.FAILED, error)
+
+    async def quiesce(self) -> bool:
+        """For an ended session: waits until none of its writes is in flight.
+
+        True is a proof: each write was done or never posted, so nothing of this transfer can still
+        land (``PrefillFailed.quiesced``). False when a write failed half-way or did not end within
+        the deadline and quarantine; the receiver then waits out its own quarantine.
+        """
+        limit_ns = max(0, self._host.ns_until(self.expires_ns + self._quarantine_ns))
+        try:
+            await asyncio.wait_for(self._quiet.wait(), limit_ns / 1e9)
+        except TimeoutError:
+            return False
+        return not self._may_still_land
+
+    # --- for the manager -----------------------------------------------------------------------
+
+    def expire(self) -> None:
+        self._end(
+            SendState.EXPIRED,
+            TransferTimeoutError(
+                f"{self._next_index} of {self.ticket.num_blocks} blocks pushed, "
+                f"{self._num_open_writes} writes unfinished at the deadline",
+                stage="transfer",
+                instance_id=self.ticket.target.instance_id,
+            ),
+        )
+
+    def write_ended(self, write: Write, outcome: Outcome, error: IsthmusError | None) -> None:
+        self._num_open_writes -= 1
+        if outcome is Outcome.DONE:
+            self.num_bytes += write.num_bytes
+        elif outcome is Outcome.FAILED:
+            self._may_still_land = True
+        if isinstance(error, TransferTimeoutError):
+            self.expire()
+        elif error is not None:
+            self.fail(error)
+        if self._num_open_writes == 0:
+            self._come_to_rest()
+
+    # --- inside --------------------------------------------------------------------------------
+
+    def _check_push(self, first_index: int, block_ids: Sequence[BlockId], is_last: bool) -> None:
+        end = first_index + len(block_ids)
+        if self._state is SendState.DRAINING_NIC or self._state is SendState.DONE:
+            raise ValueError("push after the last push")
+        if first_index != self._next_index:
+            raise ValueError(f"push at block {first_index}, expected {self._next_index}")
+        if not block_ids or end > self.ticket.num_blocks:
+            raise ValueError(f"push of blocks [{first_index}, {end}) of {self.ticket.num_blocks}")
+        if is_last != (end == self.ticket.num_blocks):
+            raise ValueError(f"is_last={is_last} at block {end} of {self.ticket.num_blocks}")
+        if not all(0 <= block < self._route.num_source_blocks for block in block_ids):
+            raise ValueError(f"source blocks outside the store: {list(block_ids)}")
+
+    def _pieces(self, num_blocks: int) -> Iterator[tuple[int, int]]:
+        per_chunk = max(1, MAX_WRITE_BYTES // self._route.source.block_bytes)
+        for start in range(0, num_blocks, per_chunk):
+            yield start, min(start + per_chunk, num_blocks)
+
+    def _push_chunk(self, first_index: int, block_ids: Sequence[BlockId], is_last: bool) -> None:
+        end = first_index + len(block_ids)
+        target_ids = self.ticket.target_block_ids[first_index:end]
+        note = Notification(
+            transfer_id=self.ticket.transfer_id,
+            chunk=self.num_chunks,
+            layer_first=0,
+            layer_last=self._route.source.num_layers - 1,
+            first_block=first_index,
+            num_blocks=len(block_ids),
+            flags=Flags.LAST if is_last else Flags.NONE,
+        )
+        self.num_chunks += 1
+        self._num_open_writes += 1
+        self._host.submit(
+            Write(
+                peer=self._route.peer,
+                ops=plan_copies(self._route.source, self._route.target, block_ids, target_ids),
+                notification=note.encode(),
+                expires_ns=self.expires_ns,
+                owner=self,
+            )
+        )
+
+    def _come_to_rest(self) -> None:
+        if self._state is SendState.DRAINING_NIC:
+            self._end(SendState.DONE, None)
+        elif not self.is_open and not self.is_quiet:
+            self._quiet.set()
+            self._host.send_quiet(self)
+
+    def _end(self, state: SendState, error: IsthmusError | None) -> None:
+        if not self.is_open:
+            return
+        self._state = SEND_TRANSITIONS.check(self._state, state)
+        self._error = error
+        self._ended.set()
+        self._host.send_ended(self)
+        if self._num_open_writes == 0:
+            self._come_to_rest()
+
+    def abort_note(self) -> Notification | None:
+        """What to tell the receiver once quiet; nothing after DONE."""
+        if self._state is SendState.DONE:
+            return None
+        flags = Flags.ABORTED if self._may_still_land else Flags.ABORTED | Flags.QUIET
+        return Notification(self.ticket.transfer_id, flags=flags)
