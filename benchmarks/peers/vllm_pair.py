@@ -47,7 +47,10 @@ def start_server(
         "--served-model-name", "bench", "--kv-transfer-config", TRANSFER,
     ]  # fmt: skip
     with log.open("wb") as out:
-        return subprocess.Popen(command, env=env, stdout=out, stderr=out, start_new_session=True)
+        # Not in the repository: its folder `kernels` would hide the package of that name.
+        return subprocess.Popen(
+            command, env=env, stdout=out, stderr=out, start_new_session=True, cwd=log.parent
+        )
 
 
 def stop_server(process: subprocess.Popen[bytes]) -> None:

