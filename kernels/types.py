@@ -27,7 +27,7 @@ class PackedLinear:
     in_features: int
     out_features: int
     data: torch.Tensor
-    bias: torch.Tensor | None  # float32 [out_features]
+    bias: torch.Tensor | None  # float32
 
     @property
     def num_bytes(self) -> int:
@@ -97,9 +97,10 @@ class Kernels(Protocol):
         """Causal attention of q [T, H, D] over the paged keys and values of one layer → [T, H·D].
 
         Query rows query_start[s] … query_start[s + 1] − 1 are the *last* tokens of sequence s,
-        whose length with them is seq_lens[s]; a decode step is the case of one row. query_start int32
-        [S + 1], seq_lens int32 [S], block_table int32 [S, M]. The query at position p sees the keys
-        j ≤ p, and with a window only p − j < sliding_window. Rows past query_start[S] become zero.
+        whose length with them is seq_lens[s]; a decode step is the case of one row.
+        query_start int32 [S + 1], seq_lens int32 [S], block_table int32 [S, M]. The query at
+        position p sees the keys j ≤ p, and with a window only those with p − j < sliding_window.
+        Rows past query_start[S] become zero.
         """
         ...
 

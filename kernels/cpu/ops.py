@@ -1,0 +1,212 @@
+"""The launchers: they allocate results, check what they were given once, and call the library.
+
+A row of ``linear`` and of ``paged_attention`` is the same bits whatever batch or chunk it comes in
+and however many threads run: every sum has one order, set by the model's shapes and by positions.
+So greedy and seeded output does not depend on batch size, chunk size or placement.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from isthmus.kernels.cpu.build import build_library
+from isthmus.kernels.cpu.library import (
+    NO_WINDOW,
+    AttentionCall,
+    RopeCall,
+    load_library,
+)
+from isthmus.kernels.types import PackedLinear
+
+PANEL = 16
+# Word i of a bfloat16 panel row holds column i (low half) and column i + 8 (high half).
+_BF16_COLUMN_ORDER = [column for i in range(8) for column in (i, i + 8)]
+
+
+class CpuKernels:
+    """The ops on the CPU with ``num_threads`` threads for products and attention.
+
+    Raises BuildError when the library can be neither found nor compiled.
+    """
+
+    def __init__(self, num_threads: int = 1) -> None:
+        self._library = load_library(build_library())
+        self._num_threads = num_threads
+
+    def describe(self) -> str:
+        return f"cpu ({self._library.path.name}, threads: {self._num_threads})"
+
+    def pack_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedLinear:
+        """Panels [⌈N/16⌉, K, 16] of the weight's dtype; zeros beyond N."""
+        assert weight.dtype in {torch.float32, torch.bfloat16}, weight.dtype
+        out_features, in_features = weight.shape
+        num_panels = -(-out_features // PANEL)
+        padded = torch.zeros(num_panels * PANEL, in_features, dtype=weight.dtype)
+        padded[:out_features] = weight
+        rows = padded.view(num_panels, PANEL, in_features)
+        if weight.dtype == torch.bfloat16:
+            rows = rows[:, _BF16_COLUMN_ORDER]
+        padded_bias = torch.zeros(num_panels * PANEL)
+        if bias is not None:
+            padded_bias[:out_features] = bias
+        panels = rows.transpose(1, 2).contiguous()
+        return PackedLinear(in_features, out_features, panels, padded_bias)
+
+    def linear(self, x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
+        num_rows, depth = x.shape
+        assert depth == packed.in_features, (x.shape, packed.in_features)
+        assert packed.bias is not None
+        x = _dense(x)
+        out = x.new_empty(num_rows, packed.out_features)
+        self._library.linear(
+            x.data_ptr(),
+            packed.data.data_ptr(),
+            packed.data.dtype == torch.bfloat16,
+            packed.bias.data_ptr(),
+            out.data_ptr(),
+            num_rows,
+            depth,
+            packed.out_features,
+            self._num_threads,
+        )
+        return out
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        x, weight = _dense(x), _dense(weight)
+        assert weight.shape == x.shape[-1:], (x.shape, weight.shape)
+        out = torch.empty_like(x)
+        self._library.rms_norm(x.data_ptr(), weight.data_ptr(), eps, *_rows(x), out.data_ptr())
+        return out
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        x, residual, weight = _dense(x), _dense(residual), _dense(weight)
+        assert x.shape == residual.shape, (x.shape, residual.shape)
+        assert weight.shape == x.shape[-1:], (x.shape, weight.shape)
+        out, total = torch.empty_like(x), torch.empty_like(x)
+        self._library.add_rms_norm(
+            x.data_ptr(),
+            residual.data_ptr(),
+            weight.data_ptr(),
+            eps,
+            *_rows(x),
+            out.data_ptr(),
+            total.data_ptr(),
+        )
+        return out, total
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate_up = _dense(gate_up)
+        num_rows, both = gate_up.shape
+        assert both % 2 == 0, gate_up.shape
+        out = gate_up.new_empty(num_rows, both // 2)
+        self._library.silu_mul(gate_up.data_ptr(), num_rows, both // 2, out.data_ptr())
+        return out
+
+    def rope_and_cache(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cos_sin: torch.Tensor,
+        positions: torch.Tensor,
+        kv: torch.Tensor,
+        layer: int,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        num_tokens, num_heads, head_dim = q.shape
+        assert _has_dense_rows(q)
+        assert _has_dense_rows(k)
+        assert _has_dense_rows(v)
+        assert k.shape == v.shape == (num_tokens, kv.shape[3], kv.shape[5])
+        assert positions.dtype == slot_mapping.dtype == torch.int64
+        cos_sin = _dense(cos_sin)
+        call = RopeCall(
+            q=q.data_ptr(),
+            k=k.data_ptr(),
+            v=v.data_ptr(),
+            cos_sin=cos_sin.data_ptr(),
+            positions=positions.data_ptr(),
+            slot_mapping=slot_mapping.data_ptr(),
+            kv=_layer_address(kv, layer),
+            q_stride=q.stride(0),
+            k_stride=k.stride(0),
+            v_stride=v.stride(0),
+            num_tokens=num_tokens,
+            num_heads=num_heads,
+            num_kv_heads=kv.shape[3],
+            head_dim=head_dim,
+            block_size=kv.shape[4],
+            block_stride=kv.stride(0),
+            is_bf16=kv.dtype == torch.bfloat16,
+        )
+        self._library.rope_and_cache(ctypes.byref(call))
+
+    def paged_attention(
+        self,
+        q: torch.Tensor,
+        kv: torch.Tensor,
+        layer: int,
+        query_start: torch.Tensor,
+        seq_lens: torch.Tensor,
+        block_table: torch.Tensor,
+        scale: float,
+        sliding_window: int | None = None,
+    ) -> torch.Tensor:
+        num_tokens, num_heads, head_dim = q.shape
+        num_kv_heads, block_size = kv.shape[3], kv.shape[4]
+        assert _has_dense_rows(q)
+        assert num_heads % num_kv_heads == 0, (num_heads, num_kv_heads)
+        assert query_start.dtype == seq_lens.dtype == block_table.dtype == torch.int32
+        query_start, seq_lens, block_table = map(_dense, (query_start, seq_lens, block_table))
+        out = q.new_zeros(num_tokens, num_heads * head_dim)
+        call = AttentionCall(
+            q=q.data_ptr(),
+            kv=_layer_address(kv, layer),
+            query_start=query_start.data_ptr(),
+            seq_lens=seq_lens.data_ptr(),
+            block_table=block_table.data_ptr(),
+            out=out.data_ptr(),
+            q_stride=q.stride(0),
+            num_sequences=seq_lens.shape[0],
+            max_blocks=block_table.shape[1],
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            block_size=block_size,
+            block_stride=kv.stride(0),
+            window=NO_WINDOW if sliding_window is None else sliding_window,
+            scale=scale,
+            is_bf16=kv.dtype == torch.bfloat16,
+            num_threads=self._num_threads,
+        )
+        self._library.paged_attention(ctypes.byref(call))
+        return out
+
+    def argmax(self, logits: torch.Tensor) -> torch.Tensor:
+        logits = _dense(logits)
+        out = torch.empty(logits.shape[0], dtype=torch.int64)
+        self._library.argmax(logits.data_ptr(), *logits.shape, out.data_ptr())
+        return out
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.is_contiguous() else tensor.contiguous()
+
+
+def _rows(x: torch.Tensor) -> tuple[int, int]:
+    width = x.shape[-1]
+    return x.numel() // width, width
+
+
+def _has_dense_rows(x: torch.Tensor) -> bool:
+    """[T, heads, D] float32 whose heads lie side by side; rows may be any distance apart."""
+    return x.dtype == torch.float32 and x.stride(2) == 1 and x.stride(1) == x.shape[2]
+
+
+def _layer_address(kv: torch.Tensor, layer: int) -> int:
+    assert kv.is_contiguous()
+    assert kv.dtype in {torch.float32, torch.bfloat16}, kv.dtype
+    return kv.data_ptr() + layer * kv.stride(1) * kv.element_size()

@@ -1,0 +1,121 @@
+// Vectors of floats in the widest registers the target has, by GCC's vector extensions: the same
+// source makes AVX2, AVX-512 or NEON code, whatever -march says.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+namespace isthmus {
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+#elif defined(__AVX__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+
+// Matrices are cut into panels of 16 columns; a row of a panel is kParts vectors.
+constexpr int kPanel = 16;
+constexpr int kParts = kPanel / kLanes;
+
+typedef float Floats __attribute__((vector_size(4 * kLanes)));
+typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
+typedef Floats UnalignedFloats __attribute__((aligned(4), may_alias));
+
+// Eight 32-bit words, each of two bf16.
+typedef float Floats8 __attribute__((vector_size(32)));
+typedef uint32_t Words __attribute__((vector_size(32)));
+typedef Words UnalignedWords __attribute__((aligned(2), may_alias));
+
+struct bf16 {
+  uint16_t bits;
+};
+
+inline Floats splat(float value) { return value - Floats{}; }
+
+inline Floats load(const float* from) { return *(const UnalignedFloats*)from; }
+
+inline void store(float* to, Floats value) { *(UnalignedFloats*)to = value; }
+
+inline Words load_words(const void* from) { return *(const UnalignedWords*)from; }
+
+// A bf16 is the upper half of a float, so two of them widen with a shift and a mask.
+inline Floats8 low_halves(Words words) { return (Floats8)(words << 16); }
+
+inline Floats8 high_halves(Words words) { return (Floats8)(words & 0xffff0000u); }
+
+inline void load_panel_row(const float* from, Floats (&row)[kParts]) {
+  for (int part = 0; part < kParts; part++) row[part] = load(from + part * kLanes);
+}
+
+// Word i of a bf16 panel row holds column i in its low half and column i + 8 in its high half.
+inline void load_panel_row(const bf16* from, Floats (&row)[kParts]) {
+  Words words = load_words(from);
+  Floats8 low = low_halves(words), high = high_halves(words);
+#if defined(__AVX512F__)
+  row[0] = __builtin_shufflevector(low, high, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+#else
+  memcpy(&row[0], &low, sizeof(low));
+  memcpy(&row[kParts / 2], &high, sizeof(high));
+#endif
+}
+
+inline Floats select(Ints mask, Floats yes, Floats no) {
+  return (Floats)((mask & (Ints)yes) | (~mask & (Ints)no));
+}
+
+inline Floats max(Floats a, Floats b) { return select(a > b, a, b); }
+
+inline float sum(Floats value) {
+  float total = 0;
+  for (int i = 0; i < kLanes; i++) total += value[i];
+  return total;
+}
+
+inline float max(Floats value) {
+  float best = value[0];
+  for (int i = 1; i < kLanes; i++) best = value[i] > best ? value[i] : best;
+  return best;
+}
+
+inline float widen(float value) { return value; }
+
+inline float widen(bf16 value) {
+  uint32_t bits = uint32_t(value.bits) << 16;
+  float wide;
+  memcpy(&wide, &bits, sizeof(wide));
+  return wide;
+}
+
+inline void narrow(float value, float* to) { *to = value; }
+
+// Rounds to nearest even; NaN stays NaN.
+inline void narrow(float value, bf16* to) {
+  uint32_t bits;
+  memcpy(&bits, &value, sizeof(bits));
+  uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  to->bits = value == value ? uint16_t(rounded) : 0x7fc0;
+}
+
+// e^x to about 1 ulp: x = n·ln 2 + r with |r| ≤ ln 2 / 2, a polynomial for e^r (coefficients of
+// Cephes' expf), and n added to the exponent bits. Below −87.3 (and at −∞) the result is 0.
+inline Floats exp(Floats x) {
+  const Floats lowest = splat(-87.3f), highest = splat(88.3f);
+  const Floats round = splat(12582912.0f);  // 1.5 · 2^23: adding it rounds to an integer
+  Floats bounded = select(x < lowest, lowest, select(x > highest, highest, x));
+  Floats n = (bounded * 1.44269504088896341f + round) - round;
+  Floats r = bounded - n * 0.693359375f;
+  r = r + n * 2.12194440e-4f;
+  Floats p = splat(1.9875691500e-4f);
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  Floats result = (Floats)((Ints)p + (__builtin_convertvector(n, Ints) << 23));
+  return select(x < lowest, Floats{}, result);
+}
+
+}  // namespace isthmus

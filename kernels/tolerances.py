@@ -1,0 +1,48 @@
+"""How far an implementation may be from the reference, as data.
+
+Both accumulate in float32, in different orders: a sum of n terms differs by about √n roundings of
+the largest partial sum, so the absolute part stands for inputs of unit variance. bfloat16 figures
+hold where the two implementations round the *same* float32 result; they may land one step apart.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    rtol: float
+    atol: float
+
+
+TOLERANCES: dict[str, Tolerance] = {
+    "linear": Tolerance(rtol=1e-5, atol=2e-4),
+    "rms_norm": Tolerance(rtol=5e-6, atol=1e-6),
+    "add_rms_norm": Tolerance(rtol=5e-6, atol=1e-6),
+    "silu_mul": Tolerance(rtol=2e-6, atol=1e-7),
+    "rope_and_cache": Tolerance(rtol=1e-6, atol=1e-6),
+    "paged_attention": Tolerance(rtol=1e-5, atol=5e-6),
+}
+
+CACHE_TOLERANCES: dict[torch.dtype, Tolerance] = {
+    torch.float32: Tolerance(rtol=1e-6, atol=1e-6),
+    torch.bfloat16: Tolerance(rtol=2**-7, atol=1e-6),
+}
+
+
+def assert_close(
+    op: str, actual: torch.Tensor, expected: torch.Tensor, tolerance: Tolerance | None = None
+) -> None:
+    """Raises AssertionError when ``actual`` is out of the op's tolerance; NaN equals NaN."""
+    bounds = tolerance or TOLERANCES[op]
+    torch.testing.assert_close(
+        actual,
+        expected,
+        rtol=bounds.rtol,
+        atol=bounds.atol,
+        equal_nan=True,
+        msg=lambda m: f"{op}: {m}",
+    )
