@@ -1,0 +1,193 @@
+"""One connector in a process of its own, driven call by call: the far end of contract tests.
+
+``ConnectorProcess`` is the parent's handle. Every call is answered before it returns and the child
+does nothing between calls, so a test decides exactly when either side makes progress.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+from isthmus.kvtransfer.connectors.fake import Fault, FakeConnector
+from isthmus.kvtransfer.connectors.local import LocalConnector, LocalFabric
+from isthmus.kvtransfer.interface import (
+    Connector,
+    CopyOp,
+    MemoryRegion,
+    PeerName,
+    WriteHandle,
+    WriteState,
+)
+
+CALL_TIMEOUT_S = 20.0
+
+
+class ConnectorEnd:
+    """A connector with the memory it registered; the same calls as ``ConnectorProcess``."""
+
+    def __init__(self, connector: Connector, num_bytes: int, seed: int) -> None:
+        self.connector = connector
+        self.memory = np.random.default_rng(seed).integers(0, 256, num_bytes, dtype=np.uint8)
+        self.region = MemoryRegion(self.memory.ctypes.data, num_bytes)
+        connector.register(self.region)
+
+    def introduce(self) -> tuple[bytes, MemoryRegion]:
+        return self.connector.metadata(), self.region
+
+    def add_peer(self, metadata: bytes, region: MemoryRegion) -> PeerName:
+        return self.connector.add_peer(metadata, region)
+
+    def remove_peer(self, peer: PeerName) -> None:
+        self.connector.remove_peer(peer)
+
+    def post_write(self, peer: PeerName, ops: Sequence[CopyOp], notification: bytes) -> WriteHandle:
+        return self.connector.post_write(peer, ops, notification)
+
+    def poll(self, handle: WriteHandle) -> WriteState:
+        return self.connector.poll(handle)
+
+    def release(self, handle: WriteHandle) -> None:
+        self.connector.release(handle)
+
+    def take_notifications(self) -> list[tuple[PeerName, bytes]]:
+        return self.connector.take_notifications()
+
+    def read(self) -> bytes:
+        return self.memory.tobytes()
+
+    def close(self) -> None:
+        self.connector.close()
+
+
+def make_end(
+    kind: str,
+    name: str,
+    num_bytes: int,
+    seed: int,
+    block_bytes: int,
+    fabric: LocalFabric | None = None,
+    faults: Sequence[Fault] = (),
+) -> ConnectorEnd:
+    if kind == "nixl":
+        from isthmus.kvtransfer.connectors.nixl import NixlConnector
+
+        return ConnectorEnd(NixlConnector(name, block_bytes), num_bytes, seed)
+    assert fabric is not None
+    connector: Connector = LocalConnector(name, fabric)
+    if kind == "fake":
+        connector = FakeConnector(connector, faults)
+    return ConnectorEnd(connector, num_bytes, seed)
+
+
+class ConnectorProcess:
+    def __init__(
+        self, kind: str, name: str, num_bytes: int, seed: int, block_bytes: int, tls: str = ""
+    ) -> None:
+        ours, theirs = socket.socketpair()
+        environ = {**os.environ, **({"UCX_TLS": tls} if tls else {})}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.support.connector_process", str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            env=environ,
+        )
+        theirs.close()
+        self._pipe = Connection(ours.detach())
+        self._call("make", kind, name, num_bytes, seed, block_bytes)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def _call(self, method: str, *arguments: Any) -> Any:
+        self._pipe.send((method, arguments))
+        if not self._pipe.poll(CALL_TIMEOUT_S):
+            raise TimeoutError(f"{method} was not answered")
+        result = self._pipe.recv()
+        if isinstance(result, BaseException):
+            raise result
+        return result
+
+    def introduce(self) -> tuple[bytes, MemoryRegion]:
+        result: tuple[bytes, MemoryRegion] = self._call("introduce")
+        return result
+
+    def add_peer(self, metadata: bytes, region: MemoryRegion) -> PeerName:
+        result: PeerName = self._call("add_peer", metadata, region)
+        return result
+
+    def remove_peer(self, peer: PeerName) -> None:
+        self._call("remove_peer", peer)
+
+    def post_write(self, peer: PeerName, ops: Sequence[CopyOp], notification: bytes) -> WriteHandle:
+        result: WriteHandle = self._call("post_write", peer, list(ops), notification)
+        return result
+
+    def poll(self, handle: WriteHandle) -> WriteState:
+        result: WriteState = self._call("poll", handle)
+        return result
+
+    def release(self, handle: WriteHandle) -> None:
+        self._call("release", handle)
+
+    def take_notifications(self) -> list[tuple[PeerName, bytes]]:
+        result: list[tuple[PeerName, bytes]] = self._call("take_notifications")
+        return result
+
+    def read(self) -> bytes:
+        result: bytes = self._call("read")
+        return result
+
+    def send_signal(self, number: signal.Signals) -> None:
+        self._process.send_signal(number)
+
+    def close(self) -> None:
+        """Ends the process: in order when it still answers, by SIGKILL otherwise."""
+        try:
+            if self._process.poll() is None:
+                self._call("close")
+                self._process.wait(CALL_TIMEOUT_S)
+        except (OSError, EOFError, TimeoutError, subprocess.TimeoutExpired):
+            pass
+        finally:
+            if self._process.poll() is None:
+                self._process.kill()
+            self._process.wait()
+            self._pipe.close()
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.returncode
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+def _serve(pipe: Connection) -> None:
+    _, arguments = pipe.recv()
+    end = make_end(*arguments)
+    pipe.send(None)
+    while True:
+        try:
+            method, arguments = pipe.recv()
+        except EOFError:
+            return
+        try:
+            result = getattr(end, method)(*arguments)
+        except Exception as error:
+            result = error
+        pipe.send(result)
+        if method == "close":
+            return
+
+
+if __name__ == "__main__":
+    _serve(Connection(int(sys.argv[1])))
