@@ -1,0 +1,146 @@
+"""The router's picture of the cluster: who is there, how loaded, and whether it may be chosen.
+
+Two sources feed it and may disagree. The registry says who is registered (a lease); the load stream
+says who answers. An instance is LOST only when both are gone; a broken stream alone makes it
+suspect, which excludes it at once and ends with its next report; a vanished lease alone changes
+nothing, since the registry may have restarted. A newer epoch is a new instance: breaker, load and
+corrections start clean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from isthmus.common.clock import NS_PER_MS
+from isthmus.common.cluster import InstanceInfo, LoadReport, Role
+from isthmus.common.ids import InstanceId
+from isthmus.router.breaker import Breaker
+
+CompatKey = tuple[str, str, str, str]
+MAX_LOST = 64
+
+
+def compat_key(info: InstanceInfo) -> CompatKey:
+    """Two instances may hand KV to each other when these agree: model, layout, connector, and
+    version up to its patch level."""
+    version = ".".join(info.version.split(".")[:2])
+    return info.model, info.kv_layout.compat_hash, info.connector, version
+
+
+@dataclass(slots=True)
+class InstanceView:
+    """One instance at one epoch."""
+
+    info: InstanceInfo
+    breaker: Breaker
+    key: CompatKey
+    load: LoadReport | None = None
+    load_at_ns: int = 0  # when the report came, by this process's monotonic clock
+    is_registered: bool = True
+    is_suspect: bool = False
+    prefill_factor: float = 1.0  # measured / predicted
+    decode_factor: float = 1.0
+    last_chosen: int = 0
+    problem: str = ""
+
+    @property
+    def instance_id(self) -> InstanceId:
+        return self.info.instance_id
+
+    def load_age_ms(self, now_ns: int) -> float:
+        return (now_ns - self.load_at_ns) / NS_PER_MS if self.load is not None else float("inf")
+
+
+@dataclass(frozen=True, slots=True)
+class LostInstance:
+    info: InstanceInfo
+    reason: str
+    at_ns: int
+
+
+@dataclass(slots=True)
+class ClusterView:
+    """Owned by the router; changed by the feed through it. One thread."""
+
+    max_failures: int
+    open_ms: int
+    is_registry_connected: bool = False
+    views: dict[InstanceId, InstanceView] = field(default_factory=dict)
+    lost: dict[InstanceId, LostInstance] = field(default_factory=dict)
+
+    def __iter__(self) -> Iterator[InstanceView]:
+        return iter(self.views.values())
+
+    def get(self, instance_id: InstanceId) -> InstanceView | None:
+        return self.views.get(instance_id)
+
+    def at_epoch(self, instance_id: InstanceId, epoch: int) -> InstanceView | None:
+        view = self.views.get(instance_id)
+        return view if view is not None and view.info.epoch == epoch else None
+
+    def by_role(self, *roles: Role) -> list[InstanceView]:
+        return [view for view in self.views.values() if view.info.role in roles]
+
+    def upsert(self, info: InstanceInfo) -> bool:
+        """Takes a record from the registry; True when it begins a new instance epoch."""
+        view = self.views.get(info.instance_id)
+        if view is not None and info.epoch < view.info.epoch:
+            return False
+        if view is not None and info.epoch == view.info.epoch:
+            view.info = info
+            view.key = compat_key(info)
+            view.is_registered = True
+            is_new = False
+        else:
+            breaker = Breaker(self.max_failures, self.open_ms)
+            self.views[info.instance_id] = InstanceView(info, breaker, compat_key(info))
+            self.lost.pop(info.instance_id, None)
+            is_new = True
+        self._find_problems()
+        return is_new
+
+    def remove(self, instance_id: InstanceId, reason: str, now_ns: int) -> None:
+        """The instance is LOST, or stopped."""
+        view = self.views.pop(instance_id, None)
+        if view is None:
+            return
+        self.lost[instance_id] = LostInstance(view.info, reason, now_ns)
+        while len(self.lost) > MAX_LOST:
+            del self.lost[next(iter(self.lost))]
+        self._find_problems()
+
+    def take_report(self, report: LoadReport, now_ns: int) -> InstanceView | None:
+        """None when the report is of another epoch or older than the last one."""
+        view = self.at_epoch(report.instance_id, report.epoch)
+        if view is None or (view.load is not None and report.seq <= view.load.seq):
+            return None
+        view.load = report
+        view.load_at_ns = now_ns
+        view.is_suspect = False
+        return view
+
+    def _find_problems(self) -> None:
+        """Names, for every instance without a compatible partner, what stands in the way."""
+        prefills = self.by_role(Role.PREFILL)
+        decodes = self.by_role(Role.DECODE)
+        for view in self.views.values():
+            view.problem = ""
+        for mine, others in ((prefills, decodes), (decodes, prefills)):
+            for view in mine:
+                if others and not any(view.key == other.key for other in others):
+                    view.problem = _difference(view.info, others[0].info)
+
+
+def _difference(info: InstanceInfo, other: InstanceInfo) -> str:
+    parts = [
+        f"{name}: {mine} here, {theirs} there"
+        for name, mine, theirs in (
+            ("model", info.model, other.model),
+            ("connector", info.connector, other.connector),
+            ("version", info.version, other.version),
+        )
+        if mine != theirs
+    ]
+    layout = info.kv_layout.difference(other.kv_layout)
+    return f"incompatible with {other.instance_id}: " + ", ".join([*parts, layout]).strip(", ")

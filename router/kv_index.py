@@ -1,0 +1,198 @@
+"""Which instance holds which blocks, as far as their KV events have told.
+
+Owns nothing but a belief: a wrong entry costs a recomputation, never a wrong answer. Invariants:
+
+- an entry is credited to an instance only at the epoch it was stored in;
+- events apply in the order of their sequence numbers; after a gap the index asks once for a resync
+  and takes nothing more until the missing events, or a snapshot, arrive;
+- at most ``max_blocks`` distinct hashes, least recently used dropped first, parents last.
+
+Holders of a block are a bit mask over slots (one slot per instance), so that a lookup of a whole
+prompt is one dictionary access and one AND per block.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from isthmus.common.ids import BlockHash, InstanceId
+from isthmus.common.kv_events import (
+    BlocksRemoved,
+    BlocksStored,
+    CacheCleared,
+    KvEvent,
+    KvEventBatch,
+)
+
+
+class ApplyResult(Enum):
+    APPLIED = "applied"
+    DUPLICATE = "duplicate"  # all of it was known
+    STALE = "stale"  # of an earlier epoch
+    GAP = "gap"  # events are missing: open the stream again at ``next_seq``
+    AWAITING = "awaiting"  # a gap is already being healed
+
+
+@dataclass(slots=True)
+class _Holder:
+    """What is known of one instance at one epoch."""
+
+    epoch: int
+    bit: int
+    next_seq: int = 0
+    is_awaiting: bool = False
+    hashes: set[BlockHash] = field(default_factory=set)
+
+
+class KvIndex:
+    def __init__(self, max_blocks: int) -> None:
+        self._max_blocks = max_blocks
+        self._masks: OrderedDict[BlockHash, int] = OrderedDict()  # oldest first
+        self._holders: dict[InstanceId, _Holder] = {}
+        self._instance_by_slot: dict[int, InstanceId] = {}
+        self._all_mask = 0
+        self.num_resyncs = 0
+        self.num_evicted = 0
+
+    def __len__(self) -> int:
+        return len(self._masks)
+
+    def match(self, hashes: Sequence[BlockHash]) -> dict[InstanceId, int]:
+        """Leading blocks of ``hashes`` that each instance holds; instances with none are absent."""
+        masks = self._masks
+        alive = self._all_mask
+        ended: list[tuple[int, int]] = []  # (slots that hold no more, depth)
+        depth = 0
+        for block_hash in hashes:
+            still = alive & masks.get(block_hash, 0)
+            if still != alive:
+                ended.append((alive ^ still, depth))
+                alive = still
+                if not alive:
+                    break
+            depth += 1
+        if alive:
+            ended.append((alive, depth))
+        for index in range(depth - 1, -1, -1):
+            masks.move_to_end(hashes[index])
+        return {
+            self._instance_by_slot[slot]: reached
+            for mask, reached in ended
+            if reached
+            for slot in _slots(mask)
+        }
+
+    def next_seq(self, instance_id: InstanceId, epoch: int) -> int:
+        """The first event that is missing: where a stream must begin."""
+        holder = self._holders.get(instance_id)
+        return holder.next_seq if holder is not None and holder.epoch == epoch else 0
+
+    def num_blocks(self, instance_id: InstanceId) -> int:
+        holder = self._holders.get(instance_id)
+        return len(holder.hashes) if holder is not None else 0
+
+    def reset(self, instance_id: InstanceId, epoch: int) -> None:
+        """Begins a new epoch with nothing cached; the same or an older epoch changes nothing."""
+        holder = self._holders.get(instance_id)
+        if holder is not None and holder.epoch >= epoch:
+            return
+        self.forget(instance_id)
+        slot = next(
+            slot for slot in range(len(self._holders) + 1) if not self._all_mask >> slot & 1
+        )
+        self._holders[instance_id] = _Holder(epoch, 1 << slot)
+        self._instance_by_slot[slot] = instance_id
+        self._all_mask |= 1 << slot
+
+    def forget(self, instance_id: InstanceId) -> None:
+        holder = self._holders.pop(instance_id, None)
+        if holder is None:
+            return
+        self._clear(holder)
+        self._all_mask &= ~holder.bit
+        del self._instance_by_slot[holder.bit.bit_length() - 1]
+
+    def apply(self, batch: KvEventBatch) -> ApplyResult:
+        self.reset(batch.instance_id, batch.epoch)
+        holder = self._holders[batch.instance_id]
+        if batch.epoch < holder.epoch:
+            return ApplyResult.STALE
+        if batch.next_seq < holder.next_seq or (
+            batch.next_seq == holder.next_seq and not batch.is_snapshot
+        ):
+            return ApplyResult.DUPLICATE
+        if batch.is_snapshot:
+            self._clear(holder)
+            self._apply_events(holder, batch.events)
+        elif batch.first_seq > holder.next_seq:
+            if holder.is_awaiting:
+                return ApplyResult.AWAITING
+            holder.is_awaiting = True
+            self.num_resyncs += 1
+            return ApplyResult.GAP
+        else:
+            self._apply_events(holder, batch.events[holder.next_seq - batch.first_seq :])
+        holder.next_seq = batch.next_seq
+        holder.is_awaiting = False
+        self._evict()
+        return ApplyResult.APPLIED
+
+    def check_integrity(self) -> None:
+        """AssertionError when masks, holders and slots disagree."""
+        union: dict[BlockHash, int] = {}
+        for holder in self._holders.values():
+            assert holder.bit & self._all_mask
+            for block_hash in holder.hashes:
+                union[block_hash] = union.get(block_hash, 0) | holder.bit
+        assert union == dict(self._masks)
+        assert len(self._masks) <= self._max_blocks
+        assert set(self._instance_by_slot.values()) == set(self._holders)
+
+    def _apply_events(self, holder: _Holder, events: Iterable[KvEvent]) -> None:
+        for event in events:
+            match event:
+                case BlocksStored(hashes):
+                    self._store(holder, hashes)
+                case BlocksRemoved(hashes):
+                    self._remove(holder, hashes)
+                case CacheCleared():
+                    self._clear(holder)
+
+    def _store(self, holder: _Holder, hashes: Sequence[BlockHash]) -> None:
+        masks = self._masks
+        for block_hash in reversed(hashes):  # parents come first, and should be dropped last
+            masks[block_hash] = masks.get(block_hash, 0) | holder.bit
+            masks.move_to_end(block_hash)
+        holder.hashes.update(hashes)
+
+    def _remove(self, holder: _Holder, hashes: Iterable[BlockHash]) -> None:
+        masks = self._masks
+        for block_hash in hashes:
+            if block_hash not in holder.hashes:
+                continue
+            holder.hashes.discard(block_hash)
+            left = masks[block_hash] & ~holder.bit
+            if left:
+                masks[block_hash] = left
+            else:
+                del masks[block_hash]
+
+    def _clear(self, holder: _Holder) -> None:
+        self._remove(holder, tuple(holder.hashes))
+
+    def _evict(self) -> None:
+        while len(self._masks) > self._max_blocks:
+            block_hash, mask = self._masks.popitem(last=False)
+            self.num_evicted += 1
+            for slot in _slots(mask):
+                self._holders[self._instance_by_slot[slot]].hashes.discard(block_hash)
+
+
+def _slots(mask: int) -> Iterable[int]:
+    while mask:
+        low = mask & -mask
+        yield low.bit_length() - 1
+        mask ^= low

@@ -1,0 +1,264 @@
+"""What the router has just sent where, until the instances' own reports show it.
+
+A reservation has two legs. The prefill leg burdens the instance that computes the prompt until the
+first token; the decode leg burdens the decode instance until the end. A remote decode leg becomes
+*visible* to its instance's reports at the first token, every other leg when it is made.
+
+::
+
+    decision ───────────── first token ───────────── end
+      prefill leg (prefill instance, or decode for a local prefill)
+      decode leg: incoming ────────── visible
+
+So that nothing is counted twice, the pending load of an instance is what its last report cannot
+contain: incoming legs, legs that became visible after the report came, and, of those that became
+visible shortly before it (``SETTLE_MS``: they may have been on their way), the newest ones that
+exceed the number of sequences the report speaks of. Sums are recomputed from the legs, never
+counted down, so they cannot drift or go negative. All times are this router's monotonic clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+
+from isthmus.common.clock import NS_PER_MS
+from isthmus.common.ids import DecisionId, InstanceId
+from isthmus.common.state_machine import Transitions
+
+SETTLE_MS = 1_000
+
+
+class ReservationState(Enum):
+    PREFILLING = "prefilling"
+    DECODING = "decoding"
+    ENDED = "ended"
+
+
+RESERVATION_TRANSITIONS: Transitions[ReservationState] = Transitions(
+    {
+        ReservationState.PREFILLING: frozenset({ReservationState.DECODING, ReservationState.ENDED}),
+        ReservationState.DECODING: frozenset({ReservationState.ENDED}),
+        ReservationState.ENDED: frozenset(),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Burden:
+    """What one request adds: to where its prompt is computed, and to where it decodes."""
+
+    prefill_tokens: int  # not cached
+    prefill_ms: float
+    context_tokens: int  # that each of its decode steps attends to, on average
+    blocks: int
+
+
+@dataclass(slots=True)
+class Reservation:
+    decision_id: DecisionId
+    prefill_at: InstanceId  # the decode instance for a local prefill
+    decode_at: InstanceId
+    burden: Burden
+    made_ns: int
+    expires_ns: int
+    state: ReservationState = ReservationState.PREFILLING
+    first_token_ns: int = 0
+
+    @property
+    def is_local(self) -> bool:
+        return self.prefill_at == self.decode_at
+
+    def visible_ns(self, instance_id: InstanceId) -> int | None:
+        """Since when ``instance_id``'s reports can contain this; None = not yet, or no more."""
+        if instance_id == self.prefill_at and self.state is ReservationState.PREFILLING:
+            return self.made_ns
+        if instance_id == self.decode_at and self.state is ReservationState.DECODING:
+            return self.made_ns if self.is_local else self.first_token_ns
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class PendingLoad:
+    """On top of an instance's last report."""
+
+    prefill_seqs: int = 0
+    prefill_tokens: int = 0
+    prefill_ms: float = 0.0
+    decode_seqs: int = 0
+    decode_context_tokens: int = 0
+    decode_blocks: int = 0
+
+
+NOTHING_PENDING = PendingLoad()
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """The last report of an instance: when it came, and of how many sequences it speaks."""
+
+    at_ns: int
+    num_seqs: int
+
+
+class Ledger:
+    """The set of reservations. One owner (the router), one thread."""
+
+    def __init__(self, ttl_ms: int) -> None:
+        self._ttl_ns = ttl_ms * NS_PER_MS
+        self._reservations: dict[DecisionId, Reservation] = {}  # in the order of their expiry
+        self._by_instance: dict[InstanceId, dict[DecisionId, Reservation]] = {}
+        self._seen: dict[InstanceId, Seen] = {}
+        self._pending: dict[InstanceId, PendingLoad] = {}  # cache; absent = to be computed
+
+    def __len__(self) -> int:
+        return len(self._reservations)
+
+    def __contains__(self, decision_id: DecisionId) -> bool:
+        return decision_id in self._reservations
+
+    def num_open(self, instance_id: InstanceId) -> int:
+        """Reservations with a leg on the instance."""
+        return len(self._by_instance.get(instance_id, ()))
+
+    def reserve(
+        self,
+        decision_id: DecisionId,
+        prefill_at: InstanceId,
+        decode_at: InstanceId,
+        burden: Burden,
+        now_ns: int,
+    ) -> Reservation:
+        assert decision_id not in self._reservations
+        reservation = Reservation(
+            decision_id, prefill_at, decode_at, burden, now_ns, now_ns + self._ttl_ns
+        )
+        self._reservations[decision_id] = reservation
+        for instance_id in {prefill_at, decode_at}:
+            self._by_instance.setdefault(instance_id, {})[decision_id] = reservation
+            self._pending.pop(instance_id, None)
+        return reservation
+
+    def first_token(self, decision_id: DecisionId, now_ns: int) -> Reservation | None:
+        """Frees the prefill leg. None when the reservation is unknown or already decoding."""
+        reservation = self._reservations.get(decision_id)
+        if reservation is None or reservation.state is not ReservationState.PREFILLING:
+            return None
+        self._move(reservation, ReservationState.DECODING)
+        reservation.first_token_ns = now_ns
+        reservation.expires_ns = now_ns + self._ttl_ns
+        self._reservations[decision_id] = self._reservations.pop(decision_id)
+        if not reservation.is_local:
+            self._drop_leg(reservation.prefill_at, decision_id)
+        self._pending.pop(reservation.decode_at, None)
+        return reservation
+
+    def end(self, decision_id: DecisionId) -> Reservation | None:
+        """Frees what is left. None when there was nothing: ending twice is harmless."""
+        reservation = self._reservations.pop(decision_id, None)
+        if reservation is not None:
+            self._move(reservation, ReservationState.ENDED)
+            for instance_id in {reservation.prefill_at, reservation.decode_at}:
+                self._drop_leg(instance_id, decision_id)
+        return reservation
+
+    def expire(self, now_ns: int) -> list[Reservation]:
+        """Ends and returns those whose outcome was never told."""
+        due: list[Reservation] = []
+        while self._reservations:
+            oldest = next(iter(self._reservations.values()))
+            if oldest.expires_ns > now_ns:
+                break
+            due.append(oldest)
+            self.end(oldest.decision_id)
+        return due
+
+    def seen(self, instance_id: InstanceId, num_seqs: int, now_ns: int) -> None:
+        """A report came that speaks of ``num_seqs`` waiting and running sequences."""
+        self._seen[instance_id] = Seen(now_ns, num_seqs)
+        self._pending.pop(instance_id, None)
+
+    def forget(self, instance_id: InstanceId) -> None:
+        """The instance is gone or restarted: its legs mean nothing any more."""
+        self._by_instance.pop(instance_id, None)
+        self._seen.pop(instance_id, None)
+        self._pending.pop(instance_id, None)
+
+    def pending(self, instance_id: InstanceId) -> PendingLoad:
+        cached = self._pending.get(instance_id)
+        if cached is None:
+            legs = self._by_instance.get(instance_id)
+            cached = self._sum(instance_id, legs.values()) if legs else NOTHING_PENDING
+            self._pending[instance_id] = cached
+        return cached
+
+    def check_integrity(self) -> None:
+        """AssertionError when the views of the set disagree."""
+        expiries = [reservation.expires_ns for reservation in self._reservations.values()]
+        assert expiries == sorted(expiries)
+        for legs in self._by_instance.values():
+            assert legs, "an instance without legs has no entry"
+            for decision_id, reservation in legs.items():
+                assert self._reservations.get(decision_id) is reservation
+        for instance_id, pending in self._pending.items():
+            legs = self._by_instance.get(instance_id, {})
+            assert pending == self._sum(instance_id, legs.values())
+
+    def _move(self, reservation: Reservation, new: ReservationState) -> None:
+        reservation.state = RESERVATION_TRANSITIONS.check(reservation.state, new)
+
+    def _drop_leg(self, instance_id: InstanceId, decision_id: DecisionId) -> None:
+        legs = self._by_instance.get(instance_id)
+        if legs is not None:
+            legs.pop(decision_id, None)
+            if not legs:
+                del self._by_instance[instance_id]
+        self._pending.pop(instance_id, None)
+
+    def _sum(self, instance_id: InstanceId, legs: Iterable[Reservation]) -> PendingLoad:
+        legs = list(legs)
+        seen = self._seen.get(instance_id)
+        hidden = _not_in_report(instance_id, legs, seen)
+        prefills = [
+            leg.burden
+            for leg in hidden
+            if leg.prefill_at == instance_id and leg.state is ReservationState.PREFILLING
+        ]
+        incoming = [
+            leg
+            for leg in legs
+            if leg.decode_at == instance_id and leg.visible_ns(instance_id) is None
+        ]
+        decodes = [leg for leg in hidden if leg.decode_at == instance_id] + incoming
+        # Blocks are taken before the prompt is computed, so reports contain them early.
+        reserved = [
+            leg.burden.blocks
+            for leg in legs
+            if leg.decode_at == instance_id and (seen is None or leg.made_ns > seen.at_ns)
+        ]
+        return PendingLoad(
+            prefill_seqs=len(prefills),
+            prefill_tokens=sum(burden.prefill_tokens for burden in prefills),
+            prefill_ms=sum(burden.prefill_ms for burden in prefills),
+            decode_seqs=len(decodes),
+            decode_context_tokens=sum(leg.burden.context_tokens for leg in decodes),
+            decode_blocks=sum(reserved),
+        )
+
+
+def _not_in_report(
+    instance_id: InstanceId, legs: Iterable[Reservation], seen: Seen | None
+) -> list[Reservation]:
+    """The visible legs that the last report cannot contain."""
+    visible = [(since, leg) for leg in legs if (since := leg.visible_ns(instance_id)) is not None]
+    if seen is None:
+        return [leg for _, leg in visible]
+    after = [leg for since, leg in visible if since > seen.at_ns]
+    before = sorted(
+        ((since, leg) for since, leg in visible if since <= seen.at_ns), key=lambda item: item[0]
+    )
+    excess = max(0, len(before) - seen.num_seqs)
+    settled_ns = seen.at_ns - SETTLE_MS * NS_PER_MS
+    newest = before[len(before) - excess :] if excess else []
+    return after + [leg for since, leg in newest if since > settled_ns]

@@ -1,0 +1,142 @@
+"""The seam between "who could" and "who does".
+
+The router filters instances into a ``Pool``; a policy ranks pairs of it. Policies never look at
+breakers, epochs or registries, and the router never looks at a score: a policy that weighs other
+goals takes this one's place without a change elsewhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from heapq import nsmallest
+from typing import Protocol
+
+from isthmus.common.types import LocalPrefillReason
+from isthmus.router.cluster_view import CompatKey
+from isthmus.router.decider import local_prefill_reason
+from isthmus.router.predictor import DecodeOption, PrefillOption, expected_output, transfer_ms
+from isthmus.router.types import RouteQuery
+
+MAX_PER_ROLE = 4
+NEAR_TIE_MS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """Options that passed every filter. ``prefills`` are grouped by what they may hand KV to."""
+
+    prefills: dict[CompatKey, list[PrefillOption]]
+    decodes: list[DecodeOption]
+    min_remote_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A pair, or a decode instance alone (``prefill`` is its own option then)."""
+
+    decode: DecodeOption
+    prefill: PrefillOption
+    local_reason: LocalPrefillReason
+    score: float
+
+    @property
+    def is_local(self) -> bool:
+        return self.local_reason is not LocalPrefillReason.NONE
+
+    @property
+    def last_chosen(self) -> tuple[int, int]:
+        return self.decode.view.last_chosen, self.prefill.view.last_chosen
+
+
+class Policy(Protocol):
+    @property
+    def name(self) -> str: ...
+
+    def rank(self, query: RouteQuery, pool: Pool) -> list[Candidate]:
+        """Candidates, best first; at least one when the pool has a decode option."""
+        ...
+
+
+class LeastPredictedLoad:
+    """Least predicted completion time plus the time taken from others, over pairs.
+
+    score = wait_d + TTFT + exposed transfer + ô · TPOT + stolen, where a local prefill steals its
+    whole length from each of the decode instance's residents and from the place it takes itself:
+    without that an idle decode instance would always look like the best place to prefill. The
+    score of a pair is a sum of one term per leg, so the best pair is among the best few of each
+    role (pairs that may hand KV to each other), and 64 × 64 instances need not be crossed.
+    """
+
+    name = "least_predicted_load"
+
+    def rank(self, query: RouteQuery, pool: Pool) -> list[Candidate]:
+        output_tokens = expected_output(query)
+
+        def decode_cost(option: DecodeOption) -> float:
+            return option.wait_ms + output_tokens * option.tpot_ms + transfer_ms(option)
+
+        prefills = {
+            key: nsmallest(MAX_PER_ROLE, options, key=_prefill_cost)
+            for key, options in pool.prefills.items()
+        }
+        cheapest = nsmallest(
+            MAX_PER_ROLE,
+            pool.decodes,
+            key=lambda option: (decode_cost(option), option.view.last_chosen),
+        )
+        # Not cheap as one of a pair, but maybe the best alone: who holds most of the prompt.
+        fullest = nsmallest(MAX_PER_ROLE, pool.decodes, key=lambda option: option.uncached_tokens)
+        decodes = {option.view.instance_id: option for option in (*cheapest, *fullest)}
+        candidates: list[Candidate] = []
+        for decode in decodes.values():
+            candidates += self._of(decode, prefills.get(decode.view.key, []), pool, output_tokens)
+        return settle_near_ties(candidates)
+
+    def _of(
+        self,
+        decode: DecodeOption,
+        prefills: list[PrefillOption],
+        pool: Pool,
+        output_tokens: int,
+    ) -> list[Candidate]:
+        rest_ms = decode.wait_ms + output_tokens * decode.tpot_ms
+        has_pair = bool(pool.prefills.get(decode.view.key))
+        reason = local_prefill_reason(decode, has_pair, pool.min_remote_tokens)
+        stolen_ms = decode.local.prefill_ms * (1 + decode.num_seqs)
+        alone = Candidate(
+            decode,
+            decode.local,
+            reason or LocalPrefillReason.POLICY,
+            rest_ms + decode.local.ttft_ms + stolen_ms,
+        )
+        if reason is not None:
+            return [alone]
+        hand_over_ms = transfer_ms(decode)
+        pairs = [
+            Candidate(
+                decode,
+                prefill,
+                LocalPrefillReason.NONE,
+                rest_ms + prefill.ttft_ms + hand_over_ms,
+            )
+            for prefill in prefills
+        ]
+        return [*pairs, alone]
+
+
+def settle_near_ties(candidates: list[Candidate]) -> list[Candidate]:
+    """By score; among those about as good as the best, the least recently chosen comes first.
+
+    Without this an idle cluster of equal instances would use the first one only.
+    """
+    ranked = sorted(candidates, key=lambda candidate: candidate.score)
+    if len(ranked) < 2:
+        return ranked
+    limit = ranked[0].score + NEAR_TIE_MS
+    num_tied = sum(candidate.score <= limit for candidate in ranked)
+    tied = sorted(ranked[:num_tied], key=lambda candidate: candidate.last_chosen)
+    return tied + ranked[num_tied:]
+
+
+def _prefill_cost(option: PrefillOption) -> tuple[float, int]:
+    return option.ttft_ms, option.view.last_chosen

@@ -1,0 +1,105 @@
+"""All that the router knows, and how news changes it. The feed writes here, the router reads.
+
+Owns the cluster view, the prefix index and the ledger, and keeps them in step: whatever ends an
+instance epoch ends what the other two hold of it. One thread (the event loop).
+"""
+
+from __future__ import annotations
+
+from isthmus.common import metrics
+from isthmus.common.clock import Clock
+from isthmus.common.cluster import InstanceInfo, InstanceState, LoadReport, Role
+from isthmus.common.config import RouterConfig
+from isthmus.common.ids import InstanceId
+from isthmus.common.kv_events import KvEventBatch
+from isthmus.common.logging import get_logger
+from isthmus.router.cluster_view import ClusterView, InstanceView
+from isthmus.router.kv_index import ApplyResult, KvIndex
+from isthmus.router.ledger import Ledger
+
+log = get_logger("router")
+
+
+class RouterState:
+    def __init__(self, config: RouterConfig, clock: Clock) -> None:
+        self._clock = clock
+        self.cluster = ClusterView(config.breaker_failures, config.breaker_open_ms)
+        self.index = KvIndex(config.index_max_blocks)
+        self.ledger = Ledger(config.reservation_ttl_ms)
+
+    def registry_connected(self, is_connected: bool) -> None:
+        """Without a registry the last view stays in force."""
+        if self.cluster.is_registry_connected != is_connected:
+            self.cluster.is_registry_connected = is_connected
+            if is_connected:
+                log.info("registry connected")
+            else:
+                log.warning("registry out of reach, keeping the last view")
+
+    def registered(self, info: InstanceInfo) -> bool:
+        """A record appeared or changed; True when it begins a new instance epoch."""
+        is_new = self.cluster.upsert(info)
+        if is_new:
+            self.index.reset(info.instance_id, info.epoch)
+            self.ledger.forget(info.instance_id)
+            log.info("instance joined", instance=info.instance_id, epoch=info.epoch)
+        view = self.cluster.views[info.instance_id]
+        if view.problem:
+            log.warning("instance has no partner", instance=info.instance_id, why=view.problem)
+        self.publish()
+        return is_new
+
+    def deregistered(self, instance_id: InstanceId) -> None:
+        """The record or its lease is gone. The instance itself may still answer."""
+        view = self.cluster.get(instance_id)
+        if view is not None:
+            view.is_registered = False
+            self._remove_if_lost(view, "left")
+
+    def stream_broken(self, instance_id: InstanceId, epoch: int, why: str) -> bool:
+        """The load stream broke; True when the instance is LOST and need not be followed."""
+        view = self.cluster.at_epoch(instance_id, epoch)
+        if view is None:
+            return True
+        if not view.is_suspect:
+            log.warning("instance suspect", instance=instance_id, epoch=epoch, why=why)
+        view.is_suspect = True
+        return self._remove_if_lost(view, why)
+
+    def reported(self, report: LoadReport) -> None:
+        view = self.cluster.at_epoch(report.instance_id, report.epoch)
+        was_suspect = view is not None and view.is_suspect
+        now_ns = self._clock.monotonic_ns()
+        if self.cluster.take_report(report, now_ns) is None:
+            return
+        self.ledger.seen(report.instance_id, report.waiting_seqs + report.running_seqs, now_ns)
+        if was_suspect:
+            log.info("instance answers again", instance=report.instance_id, epoch=report.epoch)
+
+    def kv_events(self, batch: KvEventBatch) -> ApplyResult:
+        """Events of instances (or epochs) that are not in the view are stale by definition."""
+        if self.cluster.at_epoch(batch.instance_id, batch.epoch) is None:
+            return ApplyResult.STALE
+        result = self.index.apply(batch)
+        metrics.INDEX_BLOCKS.set(len(self.index))
+        return result
+
+    def publish(self) -> None:
+        """Sets the gauges of instances by role and state."""
+        counts = {(role, state): 0 for role in Role for state in InstanceState}
+        for view in self.cluster:
+            state = InstanceState.LOST if view.is_suspect else view.info.state
+            counts[view.info.role, state] += 1
+        for (role, state), count in counts.items():
+            metrics.INSTANCES.labels(role=role.value, state=state.value).set(count)
+
+    def _remove_if_lost(self, view: InstanceView, why: str) -> bool:
+        if view.is_registered or not view.is_suspect:
+            self.publish()
+            return False
+        log.warning("instance lost", instance=view.instance_id, epoch=view.info.epoch, why=why)
+        self.cluster.remove(view.instance_id, why, self._clock.monotonic_ns())
+        self.index.forget(view.instance_id)
+        self.ledger.forget(view.instance_id)
+        self.publish()
+        return True

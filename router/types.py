@@ -1,0 +1,70 @@
+"""What goes into the router and comes back to it. Block hashes and lengths, never token ids."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from isthmus.common.ids import BlockHash, InstanceId, RequestId
+from isthmus.common.types import Slo
+
+
+@dataclass(frozen=True, slots=True)
+class RouteQuery:
+    """``block_hashes`` are those of the prompt's full blocks, at the cluster's block size."""
+
+    request_id: RequestId
+    model: str
+    num_prompt_tokens: int
+    block_hashes: tuple[BlockHash, ...] = ()
+    slo: Slo = field(default_factory=Slo)
+    priority: int = 0
+    tenant: str = ""
+    max_output_tokens: int = 16
+    exclude: frozenset[InstanceId] = frozenset()
+    prefer_decode: InstanceId | None = None
+    needs_whole_prompt: bool = False  # every prompt position must be computed (prompt logprobs)
+
+
+class OutcomeKind(Enum):
+    FIRST_TOKEN = "first_token"
+    FINISHED = "finished"
+    CANCELLED = "cancelled"  # the client's doing: blames nobody
+    REFUSED = "refused"  # an instance was full or draining: it is well, but not now
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a decision. All kinds but FIRST_TOKEN end its reservation.
+
+    ``failed_instance`` may also come with FINISHED: the prefill instance failed, the decode
+    instance computed the prompt itself and the client noticed nothing.
+    """
+
+    kind: OutcomeKind
+    failed_instance: InstanceId | None = None
+    tpot_ms: float | None = None
+
+    @classmethod
+    def first_token(cls) -> Outcome:
+        return cls(OutcomeKind.FIRST_TOKEN)
+
+    @classmethod
+    def finished(
+        cls, tpot_ms: float | None = None, failed_instance: InstanceId | None = None
+    ) -> Outcome:
+        return cls(OutcomeKind.FINISHED, failed_instance, tpot_ms)
+
+    @classmethod
+    def cancelled(cls) -> Outcome:
+        return cls(OutcomeKind.CANCELLED)
+
+    @classmethod
+    def refused(cls) -> Outcome:
+        return cls(OutcomeKind.REFUSED)
+
+    @classmethod
+    def failed(cls, instance_id: InstanceId | None) -> Outcome:
+        """``instance_id`` None when nobody is to blame (a deadline, say)."""
+        return cls(OutcomeKind.FAILED, instance_id)
