@@ -7,12 +7,9 @@ is planned and while its results are entered, not while the model runs::
     step   [lock: plan] ─── forward, sample ─── [lock: enter results]
                              abort, reserve, release_hold, … come in here
 
-While the model runs, the tables of the step's sequences are *in flight*: whoever lets go of one
-only marks it, and its blocks return to the pool when the step ends. So no block is ever handed out
-while a forward pass may still write to it.
-
-A PREFILL_ONLY sequence's blocks may be read by a transfer from its first chunk on. However it ends,
-they stay HELD until ``release_hold`` (or ``expire_holds``).
+No block is handed out while a forward pass may still write to it (see ``owners``), and none while a
+transfer may: blocks of a PREFILL_ONLY sequence may be read by a peer from its first chunk on, so,
+however it ends, they stay HELD until ``release_hold`` or ``expire_holds``.
 """
 
 from __future__ import annotations
@@ -26,12 +23,13 @@ from isthmus.common.hashing import block_hashes, root_hash
 from isthmus.common.ids import BlockHash, BlockId, RequestId
 from isthmus.common.kv_events import KvEvent
 from isthmus.common.logging import get_logger
-from isthmus.common.types import FinishReason, Request
+from isthmus.common.types import FinishReason, Request, TokenLogprob
 from isthmus.engine.admission import check_request
-from isthmus.engine.block_table import BlockTable, TableState
+from isthmus.engine.block_table import TableState
 from isthmus.engine.kv_manager import KvCacheManager
 from isthmus.engine.kv_store import KvStore, count_blocks, layout_of
 from isthmus.engine.models.types import LanguageModel
+from isthmus.engine.owners import BlockOwners
 from isthmus.engine.runner import ModelRunner, StepTokens
 from isthmus.engine.sampler import SampledToken
 from isthmus.engine.scheduler import Scheduler, StepPlan
@@ -57,33 +55,29 @@ class EngineCore:
     def __init__(
         self, model: LanguageModel, config: EngineConfig, clock: Clock, max_model_len: int = 0
     ) -> None:
-        """``max_model_len`` 0 = the model's own; never more than the KV store holds."""
+        """``max_model_len`` 0 = the model's own; never more than the KV store holds.
+
+        Raises ConfigError when the KV store would be too small to use."""
         self.spec = model.spec
         self.kv_layout = layout_of(model.spec, config.block_size)
-        self.kv_store = KvStore(self.kv_layout, count_blocks(config, self.kv_layout), config.device)
+        num_blocks = count_blocks(config, self.kv_layout)
+        self.kv_store = KvStore(self.kv_layout, num_blocks, config.device)
         self._runner = ModelRunner(model, self.kv_store, config.device)
         self._clock = clock
         self._kv = KvCacheManager(
-            self.kv_store.num_blocks,
-            config.block_size,
-            config.watermark,
-            config.enable_prefix_cache,
+            num_blocks, config.block_size, config.watermark, config.enable_prefix_cache
         )
         self._scheduler = Scheduler(self._kv, config.max_num_batched_tokens, config.max_num_seqs)
-        longest = min(max_model_len or self.spec.max_model_len, self.spec.max_model_len)
-        self.max_model_len = min(longest, self._kv.num_blocks * config.block_size)
+        self._owners = BlockOwners(self._kv, self._scheduler, clock)
+        longest = max_model_len or self.spec.max_model_len
+        capacity = self._kv.num_blocks * config.block_size
+        self.max_model_len = min(longest, self.spec.max_model_len, capacity)
 
         self._lock = threading.Lock()
-        self._work = threading.Condition(self._lock)
+        self._changed = threading.Condition(self._lock)
         self._may_have_work = False
         self._is_closed = False
-        self._sequences: dict[RequestId, Sequence] = {}  # waiting, running, preempted
-        self._held: dict[RequestId, Sequence] = {}
-        self._reserved: dict[RequestId, BlockTable] = {}
-        self._quarantined: dict[RequestId, list[BlockTable]] = {}
-        self._in_flight: set[BlockTable] = set()
-        self._free_after_step: list[BlockTable] = []
-        self._failed_steps = 0
+        self._failed_steps = 0  # in a row
         self._num_steps = 0
         self._step_ms = 0.0
 
@@ -103,25 +97,24 @@ class EngineCore:
     # --- requests ------------------------------------------------------------------------------
 
     def add(self, request: Request, mode: SequenceMode = SequenceMode.FULL) -> None:
-        """Queues a request. Raises ContextLengthError and InvalidRequestError.
+        """Queues a request. Raises ContextLengthError, InvalidRequestError.
 
-        A prompt that could never fit in the KV store is beyond ``max_model_len``."""
-        check_request(request, self.max_model_len, self.spec.vocab_size)
+        A prompt that could never fit in the KV store is longer than ``max_model_len``."""
         sequence = self._new_sequence(request, mode)
         with self._lock:
-            self._check_is_new(request.request_id)
-            self._sequences[request.request_id] = sequence
-            self._scheduler.add(sequence)
+            self._owners.add(sequence)
             self._wake()
 
     def reserve(self, request: Request) -> Reservation:
-        """Sets blocks aside for a prompt that a peer will compute. Raises ContextLengthError,
-        InvalidRequestError, and OutOfBlocksError when there are too few blocks *now*: those that
-        waiting sequences need and the watermark are not given away."""
+        """Sets blocks aside for a prompt that a peer will compute.
+
+        Raises ContextLengthError and InvalidRequestError, and OutOfBlocksError when there are too
+        few blocks *now*: those that waiting sequences need and the watermark are not given away.
+        """
         check_request(request, self.max_model_len, self.spec.vocab_size)
         hashes = self._hash_blocks(request)
         with self._lock:
-            self._check_is_new(request.request_id)
+            self._owners.check_is_new(request.request_id)
             table = self._kv.try_allocate(
                 len(request.token_ids),
                 hashes,
@@ -131,11 +124,11 @@ class EngineCore:
             if table is None:
                 raise OutOfBlocksError(
                     f"{self._kv.num_free_blocks} of {self._kv.num_blocks} KV blocks are free, too "
-                    f"few for {len(request.token_ids)} tokens",
+                    f"few for {len(request.token_ids)} more tokens",
                     stage="reserve",
                     retry_after_ms=max(1, round(self._step_ms)),
                 )
-            self._reserved[request.request_id] = table
+            self._owners.add_reservation(request.request_id, table)
             num_cached = table.num_cached_blocks
             return Reservation(
                 request_id=request.request_id,
@@ -146,8 +139,9 @@ class EngineCore:
 
     def admit_with_kv(self, reservation: Reservation, request: Request, first_token: int) -> None:
         """Goes on decoding after ``first_token``, which was delivered already and did not end the
-        request. KV of all ``request.token_ids`` is in the reserved blocks, which enter the prefix
-        cache now."""
+        request. KV of all ``request.token_ids`` is in the reserved blocks; the full ones enter the
+        prefix cache now. Raises InternalError, changing nothing, when any of this is untrue."""
+        assert reservation.request_id == request.request_id
         sequence = self._new_sequence(request, SequenceMode.FULL)
         sequence.append_token(first_token)
         if find_finish_reason(sequence, self.max_model_len) is not None:
@@ -155,47 +149,30 @@ class EngineCore:
                 f"request {request.request_id} is over with its first token", stage="admit"
             )
         with self._lock:
-            table = self._reserved.pop(reservation.request_id, None)
-            if table is None:
-                raise InternalError(f"request {request.request_id} has no reservation")
-            self._kv.move(table, TableState.USED)
-            self._kv.publish(table, sequence.block_hashes, len(sequence.block_hashes))
-            sequence.table = table
-            sequence.num_computed_tokens = len(request.token_ids)
-            sequence.num_cached_tokens = reservation.num_cached_tokens
-            self._sequences[request.request_id] = sequence
-            self._scheduler.add_with_kv(sequence)
+            self._owners.admit_reservation(sequence)
             self._wake()
 
     def cancel_reservation(self, reservation: Reservation, quarantine: bool) -> None:
-        """Gives the blocks back, or keeps those a peer may still write to out of the pool until
-        ``release_quarantine``. Idempotent."""
+        """Gives the blocks back or, with ``quarantine``, keeps those a peer may still write to out
+        of the pool until ``release_quarantine``. Idempotent."""
         with self._lock:
-            table = self._reserved.pop(reservation.request_id, None)
-            if table is None:
-                return
-            if quarantine:
-                self._kv.quarantine(table)
-                self._quarantined.setdefault(reservation.request_id, []).append(table)
-            else:
-                self._kv.free(table)
+            self._owners.cancel_reservation(reservation.request_id, quarantine)
             self._wake()
 
     def release_quarantine(self, request_id: RequestId) -> None:
         """No write can land any more. Idempotent."""
         with self._lock:
-            for table in self._quarantined.pop(request_id, []):
-                self._kv.free(table)
+            self._owners.release_quarantine(request_id)
             self._wake()
 
     def abort(self, request_id: RequestId) -> bool:
-        """Stops a queued or running sequence; its next SequenceUpdate will not come. False when it
-        is unknown or over. Reservations and holds have their own ways out."""
+        """Stops a queued or running sequence; no further SequenceUpdate comes. False when it is
+        unknown or over. Reservations and holds have their own ways out."""
         with self._lock:
-            sequence = self._sequences.get(request_id)
+            sequence = self._owners.find(request_id)
             if sequence is None:
                 return False
-            self._finish(sequence, FinishReason.ABORT)
+            self._owners.finish(sequence, FinishReason.ABORT)
             self._wake()
             return True
 
@@ -203,39 +180,33 @@ class EngineCore:
         """No transfer reads the blocks of this PREFILL_ONLY sequence any more. One that still
         computes is aborted. Idempotent."""
         with self._lock:
-            sequence = self._sequences.get(request_id)
+            sequence = self._owners.find(request_id)
             if sequence is not None and sequence.mode is SequenceMode.PREFILL_ONLY:
-                self._finish(sequence, FinishReason.ABORT)
-            held = self._held.get(request_id)
-            if held is not None:
-                self._release(held)
+                self._owners.finish(sequence, FinishReason.ABORT)
+            self._owners.release_hold(request_id)
             self._wake()
 
     def expire_holds(self, now_ns: int, hold_ms: int) -> list[RequestId]:
-        """Releases holds older than ``hold_ms``: the backstop for a worker that forgot."""
+        """Releases holds of ``hold_ms`` or older: the backstop for a worker that forgot."""
         with self._lock:
-            oldest_ns = now_ns - hold_ms * NS_PER_MS
-            expired = [s for s in self._held.values() if s.held_at_ns <= oldest_ns]
-            for sequence in expired:
-                self._release(sequence)
+            expired = self._owners.holds_since(now_ns - hold_ms * NS_PER_MS)
+            for request_id in expired:
+                self._owners.release_hold(request_id)
             if expired:
                 self._wake()
-            return [s.request_id for s in expired]
+            return expired
 
     def block_table(self, request_id: RequestId) -> tuple[BlockId, ...]:
         """Blocks of a running or held sequence, in order; empty while it has none."""
         with self._lock:
-            sequence = self._sequences.get(request_id) or self._held.get(request_id)
-            if sequence is None or sequence.table is None:
-                return ()
-            return tuple(sequence.table.block_ids)
+            return self._owners.block_ids(request_id)
 
     # --- stepping ------------------------------------------------------------------------------
 
     def wait_for_work(self, timeout_s: float) -> bool:
         """Blocks until ``step`` may find something to do; False on timeout or once closed."""
-        with self._work:
-            self._work.wait_for(lambda: self._may_have_work or self._is_closed, timeout_s)
+        with self._changed:
+            self._changed.wait_for(lambda: self._may_have_work or self._is_closed, timeout_s)
             return self._may_have_work and not self._is_closed
 
     def step(self) -> StepOutput | None:
@@ -245,36 +216,33 @@ class EngineCore:
         After MAX_FAILED_STEPS failures in a row this raises InternalError: restart the process."""
         with self._lock:
             if self._failed_steps >= MAX_FAILED_STEPS:
-                raise InternalError(f"{self._failed_steps} engine steps in a row failed")
+                raise InternalError(f"{self._failed_steps} steps in a row failed", stage="step")
             plan = None if self._is_closed else self._scheduler.schedule()
             if plan is None:
                 self._may_have_work = False
                 return None
-            started_ns, began_ns = self._clock.now_ns(), self._clock.monotonic_ns()
-            for sequence in plan.scheduled:
-                assert sequence.table is not None
-                self._in_flight.add(sequence.table)
-                sequence.scheduled_ns = sequence.scheduled_ns or started_ns
+            self._owners.begin_flight(plan.scheduled)
+        started_ns, began_ns = self._clock.now_ns(), self._clock.monotonic_ns()
         outcome = self._run(plan)
         with self._lock:
-            self._end_flight()
-            updates = self._enter(plan, outcome)
+            self._owners.end_flight()
+            updates = self._enter(plan, outcome, started_ns)
             self._count_step(began_ns)
-            return StepOutput(
-                step_id=plan.step_id,
-                updates=updates,
-                started_ns=started_ns,
-                ended_ns=self._clock.now_ns(),
-                num_prefill_tokens=plan.num_prefill_tokens,
-                num_decode_tokens=plan.num_decode_tokens,
-                num_preempted=plan.num_preempted,
-            )
+        return StepOutput(
+            step_id=plan.step_id,
+            updates=updates,
+            started_ns=started_ns,
+            ended_ns=self._clock.now_ns(),
+            num_prefill_tokens=plan.num_prefill_tokens,
+            num_decode_tokens=plan.num_decode_tokens,
+            num_preempted=plan.num_preempted,
+        )
 
     def close(self) -> None:
         """Ends stepping and wakes whoever waits. The KV store lives as long as this object."""
-        with self._work:
+        with self._changed:
             self._is_closed = True
-            self._work.notify_all()
+            self._changed.notify_all()
 
     # --- what others see -----------------------------------------------------------------------
 
@@ -283,10 +251,10 @@ class EngineCore:
             waiting, running = self._scheduler.waiting, self._scheduler.running
             now_ns = self._clock.monotonic_ns()
             oldest_ns = min((s.added_ns for s in waiting), default=now_ns)
-            chunked = [s.num_uncomputed_tokens for s in running if s.num_uncomputed_tokens > 1]
+            chunks = [s.num_uncomputed_tokens for s in running if s.num_uncomputed_tokens > 1]
             return EngineLoad(
                 waiting_seqs=len(waiting),
-                waiting_tokens=sum(s.num_uncomputed_tokens for s in waiting) + sum(chunked),
+                waiting_tokens=sum(s.num_uncomputed_tokens for s in waiting) + sum(chunks),
                 oldest_wait_ms=(now_ns - oldest_ns) / NS_PER_MS,
                 running_seqs=len(running),
                 running_context_tokens=sum(s.num_computed_tokens for s in running),
@@ -318,62 +286,52 @@ class EngineCore:
         """AssertionError naming the block or owner that is wrong: every block is exactly one of
         free, used, held, reserved and quarantined, and every owner is one the engine knows."""
         with self._lock:
-            self._kv.check_integrity()
-            known = [s.table for s in (*self._sequences.values(), *self._held.values())]
-            known += [*self._reserved.values(), *self._free_after_step]
-            known += [table for tables in self._quarantined.values() for table in tables]
-            owners = {table for table in known if table is not None}
-            leaked = self._kv.live_tables() ^ owners
-            assert not leaked, f"blocks without owner: {[t.block_ids for t in leaked]}"
-            queued = {*self._scheduler.running, *self._scheduler.waiting}
-            assert queued == set(self._sequences.values()), "queues and sequences differ"
+            self._owners.check_integrity()
 
     # --- inside --------------------------------------------------------------------------------
 
     def _wake(self) -> None:
         """Something changed that may let a step run. Under the lock."""
         self._may_have_work = True
-        self._work.notify_all()
+        self._changed.notify_all()
 
-    def _check_is_new(self, request_id: RequestId) -> None:
-        known = (self._sequences, self._held, self._reserved)
-        if any(request_id in owners for owners in known):
-            raise InternalError(f"request {request_id} is in the engine already", stage="admit")
+    def _root_hash(self, request: Request) -> BlockHash:
+        return root_hash(self.spec.fingerprint, request.cache_salt)
 
     def _hash_blocks(self, request: Request) -> list[BlockHash]:
         if not self._kv.enable_prefix_cache:
             return []
-        root = root_hash(self.spec.fingerprint, request.cache_salt)
-        return block_hashes(request.token_ids, self._kv.block_size, root)
+        return block_hashes(request.token_ids, self._kv.block_size, self._root_hash(request))
 
     def _new_sequence(self, request: Request, mode: SequenceMode) -> Sequence:
+        check_request(request, self.max_model_len, self.spec.vocab_size)
         hashes = self._hash_blocks(request)
         return Sequence(request, mode, hashes, added_ns=self._clock.monotonic_ns())
 
     def _run(self, plan: StepPlan) -> StepTokens | InternalError:
         try:
             tokens = self._runner.run(plan)
-        except Exception as error:  # noqa: BLE001 - whatever a model raises ends these sequences, not the engine
+        except Exception as error:  # noqa: BLE001 - whatever a model raises ends a step, not us
             self._failed_steps += 1
-            _log.exception("step failed", step_id=plan.step_id, failed_in_a_row=self._failed_steps)
+            _log.exception("step failed", step_id=plan.step_id, in_a_row=self._failed_steps)
             return InternalError(f"engine step failed: {error}", stage="step")
         self._failed_steps = 0
         return tokens
 
-    def _end_flight(self) -> None:
-        self._in_flight.clear()
-        for table in self._free_after_step:
-            self._kv.free(table)
-        self._free_after_step.clear()
-
     def _enter(
-        self, plan: StepPlan, outcome: StepTokens | InternalError
+        self, plan: StepPlan, outcome: StepTokens | InternalError, started_ns: int
     ) -> tuple[SequenceUpdate, ...]:
-        """Updates of the step's sequences, those apart that were stopped while it ran."""
-        alive = [s for s in plan.scheduled if s.status is SeqStatus.RUNNING]
-        if isinstance(outcome, InternalError):
-            return tuple(self._fail(sequence, outcome) for sequence in alive)
-        return tuple(self._advance(sequence, outcome.get(sequence)) for sequence in alive)
+        """Updates of the step's sequences, except those that were stopped while it ran."""
+        updates: list[SequenceUpdate] = []
+        for sequence in plan.scheduled:
+            if sequence.status is not SeqStatus.RUNNING:
+                continue
+            sequence.scheduled_ns = sequence.scheduled_ns or started_ns
+            if isinstance(outcome, InternalError):
+                updates.append(self._fail(sequence, outcome))
+            else:
+                updates.append(self._advance(sequence, outcome.get(sequence)))
+        return tuple(updates)
 
     def _advance(self, sequence: Sequence, sampled: SampledToken | None) -> SequenceUpdate:
         if sampled is not None and sampled.error is not None:
@@ -381,91 +339,51 @@ class EngineCore:
         sequence.num_computed_tokens += sequence.num_scheduled_tokens
         self._publish_full_blocks(sequence)
         if sampled is None:
-            return self._update(sequence)
-        prompt_logprobs = ()
-        if sequence.wants_prompt_logprobs:
-            prompt_logprobs = tuple(sequence.prompt_logprobs)
+            return _update(sequence)
+        prompt_logprobs = sequence.take_prompt_logprobs()
         sequence.append_token(sampled.token_id)
         reason = find_finish_reason(sequence, self.max_model_len)
         if reason is not None:
-            self._finish(sequence, reason)
+            self._owners.finish(sequence, reason)
         elif sequence.mode is SequenceMode.PREFILL_ONLY:
-            self._hold(sequence)
-        return SequenceUpdate(
-            request_id=sequence.request_id,
-            num_computed_tokens=sequence.num_computed_tokens,
-            num_cached_tokens=sequence.num_cached_tokens,
-            token_ids=(sampled.token_id,),
-            logprobs=() if sampled.logprob is None else (sampled.logprob,),
-            prompt_logprobs=prompt_logprobs,
-            finish_reason=reason,
-            stop_token_id=sampled.token_id if reason is FinishReason.STOP else None,
-            scheduled_ns=sequence.scheduled_ns,
-        )
+            self._owners.hold(sequence)
+        return _update(sequence, sampled, prompt_logprobs)
 
     def _fail(self, sequence: Sequence, error: InternalError) -> SequenceUpdate:
-        self._finish(sequence, FinishReason.ERROR)
-        return self._update(sequence, FinishReason.ERROR, error)
-
-    def _update(
-        self,
-        sequence: Sequence,
-        reason: FinishReason | None = None,
-        error: InternalError | None = None,
-    ) -> SequenceUpdate:
-        return SequenceUpdate(
-            request_id=sequence.request_id,
-            num_computed_tokens=sequence.num_computed_tokens,
-            num_cached_tokens=sequence.num_cached_tokens,
-            finish_reason=reason,
-            error=error,
-            scheduled_ns=sequence.scheduled_ns,
-        )
+        self._owners.finish(sequence, FinishReason.ERROR)
+        return _update(sequence, error=error)
 
     def _publish_full_blocks(self, sequence: Sequence) -> None:
-        table = sequence.table
-        assert table is not None
+        assert sequence.table is not None
         num_full = sequence.num_computed_tokens // self._kv.block_size
-        if num_full > table.num_published_blocks and self._kv.enable_prefix_cache:
-            root = root_hash(self.spec.fingerprint, sequence.request.cache_salt)
-            sequence.extend_block_hashes(self._kv.block_size, root)
-            self._kv.publish(table, sequence.block_hashes, num_full)
-
-    def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
-        """Ends a sequence that has not ended; a PREFILL_ONLY one with blocks goes on hold."""
-        sequence.finish_reason = reason
-        if sequence.mode is SequenceMode.PREFILL_ONLY and sequence.table is not None:
-            self._hold(sequence)
-            return
-        self._scheduler.remove(sequence)
-        del self._sequences[sequence.request_id]
-        sequence.move_to(SeqStatus.FINISHED)
-        if sequence.table is not None:
-            self._free(sequence.table)
-
-    def _hold(self, sequence: Sequence) -> None:
-        assert sequence.table is not None
-        self._scheduler.remove(sequence)
-        del self._sequences[sequence.request_id]
-        sequence.move_to(SeqStatus.HELD)
-        sequence.held_at_ns = self._clock.now_ns()
-        self._kv.move(sequence.table, TableState.HELD)
-        self._held[sequence.request_id] = sequence
-
-    def _release(self, sequence: Sequence) -> None:
-        assert sequence.table is not None
-        del self._held[sequence.request_id]
-        sequence.move_to(SeqStatus.FINISHED)
-        self._free(sequence.table)
-
-    def _free(self, table: BlockTable) -> None:
-        if table in self._in_flight:
-            self._free_after_step.append(table)
-        else:
-            self._kv.free(table)
+        if self._kv.enable_prefix_cache and num_full > sequence.table.num_published_blocks:
+            sequence.extend_block_hashes(self._kv.block_size, self._root_hash(sequence.request))
+            self._kv.publish(sequence.table, sequence.block_hashes, num_full)
 
     def _count_step(self, began_ns: int) -> None:
         elapsed_ms = (self._clock.monotonic_ns() - began_ns) / NS_PER_MS
         weight = _STEP_MS_WEIGHT if self._num_steps else 1.0
         self._step_ms += weight * (elapsed_ms - self._step_ms)
         self._num_steps += 1
+
+
+def _update(
+    sequence: Sequence,
+    sampled: SampledToken | None = None,
+    prompt_logprobs: tuple[TokenLogprob, ...] = (),
+    error: InternalError | None = None,
+) -> SequenceUpdate:
+    """What the step did to the sequence, as it stands now."""
+    reason = sequence.finish_reason
+    return SequenceUpdate(
+        request_id=sequence.request_id,
+        num_computed_tokens=sequence.num_computed_tokens,
+        num_cached_tokens=sequence.num_cached_tokens,
+        token_ids=() if sampled is None else (sampled.token_id,),
+        logprobs=() if sampled is None or sampled.logprob is None else (sampled.logprob,),
+        prompt_logprobs=prompt_logprobs,
+        finish_reason=reason,
+        stop_token_id=sequence.last_token_id if reason is FinishReason.STOP else None,
+        error=error,
+        scheduled_ns=sequence.scheduled_ns,
+    )

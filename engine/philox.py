@@ -43,4 +43,5 @@ def uniforms(seeds: Sequence[int], indices: Sequence[int]) -> NDArray[np.float64
     counters[0], counters[1] = index & _LOW_32, index >> _SHIFT_32
     words = philox4x32(counters, np.stack((seed & _LOW_32, seed >> _SHIFT_32)))
     high_bits = (words[0] << np.uint64(21)) | (words[1] >> np.uint64(11))
-    return np.multiply(high_bits, 2.0**-53, dtype=np.float64)
+    draws: NDArray[np.float64] = high_bits * np.float64(2.0**-53)
+    return draws

@@ -25,7 +25,8 @@ from isthmus.engine.stop_rules import must_not_stop_yet
 from numpy.typing import NDArray
 
 Logits = NDArray[np.float32]  # [V]
-_TOP_P_CANDIDATES = 1024
+_NUCLEUS_HEADS = (256, 4096)  # how many of the likeliest tokens to sort before sorting all
+_CDF_BLOCK = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,31 +42,45 @@ def sample(logits: torch.Tensor, step: StepInput) -> list[SampledToken]:
     """One token for each of ``step.sampled``; ``logits`` float32 [K, V]."""
     if not step.sampled:
         return []
-    best = logits.argmax(dim=-1)  # [K], the lowest id among equals
-    best_values = logits.gather(1, best.unsqueeze(1)).squeeze(1)
-    best_ids = best.tolist()
-    usable = torch.isfinite(best_values).tolist()  # argmax finds a NaN before any number
+    best_ids, is_usable = _argmax(logits)
     draws = _draws(step.sampled)
+    is_plain = all(sequence.is_plain for sequence in step.sampled)
+    host_logits = None if is_plain else logits.cpu().numpy()
     sampled: list[SampledToken] = []
     for sequence, row in zip(step.sampled, step.sample_rows, strict=True):
-        if not usable[row]:
+        if not is_usable[row]:
             sampled.append(SampledToken(-1, error=_unusable(sequence)))
-        elif sequence.is_plain:
+        elif sequence.is_plain or host_logits is None:
             sampled.append(SampledToken(best_ids[row]))
         else:
-            row_logits = logits[row].cpu().numpy()
-            sampled.append(_sample_row(row_logits, sequence, draws.get(id(sequence), 0.0)))
+            sampled.append(_sample_row(host_logits[row], sequence, draws.get(sequence, 0.0)))
     return sampled
 
 
 def append_prompt_logprobs(logits: torch.Tensor, step: StepInput) -> None:
-    """Appends what this step's logits say of prompts to their sequences' ``prompt_logprobs``."""
+    """Appends what this step's logits say of prompts to their sequences' ``prompt_logprobs``.
+
+    These are of the model's own distribution: no bias, no penalty."""
     for rows in step.prompt_rows:
         count = rows.sequence.request.sampling.prompt_logprobs or 0
         token_ids = rows.sequence.token_ids[rows.first_token : rows.first_token + rows.count]
-        for offset, token_id in enumerate(token_ids.tolist()):
-            row = logits[rows.first_row + offset].cpu().numpy()
-            rows.sequence.prompt_logprobs.append(describe_token(row, token_id, count))
+        row_logits = logits[rows.first_row : rows.first_row + rows.count].cpu().numpy()
+        rows.sequence.prompt_logprobs.extend(
+            describe_token(row, token_id, count)
+            for row, token_id in zip(row_logits, token_ids.tolist(), strict=True)
+        )
+
+
+def _argmax(logits: torch.Tensor) -> tuple[list[int], list[bool]]:
+    """Of each row: the lowest id of the largest value, and whether that value is a finite number.
+    A row with a NaN anywhere is not usable: argmax finds the NaN."""
+    if logits.device.type == "cpu":  # numpy's argmax is vectorised here, torch's is not
+        values = logits.numpy()
+        best = values.argmax(axis=1)
+        return best.tolist(), np.isfinite(values[np.arange(len(best)), best]).tolist()
+    on_device = logits.argmax(dim=1, keepdim=True)
+    is_usable = torch.isfinite(logits.gather(1, on_device))
+    return on_device.squeeze(1).tolist(), is_usable.squeeze(1).tolist()
 
 
 def describe_token(logits: Logits, token_id: int, num_top: int) -> TokenLogprob:
@@ -93,7 +108,7 @@ def largest(values: Logits, count: int) -> NDArray[np.int64]:
     return candidates[order[:count]]
 
 
-def _draws(sequences: list[Sequence]) -> dict[int, float]:
+def _draws(sequences: list[Sequence]) -> dict[Sequence, float]:
     """The uniform draw of each sequence that needs one, all made at once."""
     random = [s for s in sequences if not s.request.sampling.is_greedy]
     if not random:
@@ -101,7 +116,7 @@ def _draws(sequences: list[Sequence]) -> dict[int, float]:
     values = uniforms(
         [s.request.sampling.seed for s in random], [s.num_output_tokens for s in random]
     )
-    return {id(s): float(value) for s, value in zip(random, values, strict=True)}
+    return dict(zip(random, values.tolist(), strict=True))
 
 
 def _sample_row(logits: Logits, sequence: Sequence, draw: float) -> SampledToken:
@@ -151,11 +166,25 @@ def draw_token(logits: Logits, sampling: SamplingParams, draw: float) -> int:
         scaled = (logits - logits.max()) / np.float32(sampling.temperature)
     weights = np.exp(scaled)  # unnormalised, the largest is 1
     kept = _filtered(weights, sampling)
-    cumulative = np.cumsum(weights if kept is None else weights[kept], dtype=np.float64)
-    total = cumulative[-1]
-    target = min(draw * total, np.nextafter(total, 0.0))  # rounding must not step past the end
-    position = int(np.searchsorted(cumulative, target, side="right"))
-    return position if kept is None else int(kept[position])
+    if kept is None:
+        return _pick(weights, draw)
+    return int(kept[_pick(weights[kept], draw)])
+
+
+def _pick(weights: Logits, draw: float) -> int:
+    """The index at which the cumulative weight passes ``draw`` of the total.
+
+    Sums by block first: the running sum over a whole vocabulary costs more than all the rest."""
+    starts = np.arange(0, len(weights), _CDF_BLOCK)
+    ends = np.cumsum(np.add.reduceat(weights, starts, dtype=np.float64))
+    # Rounding must not step past the end, neither of all blocks nor of one.
+    target = min(draw * ends[-1], np.nextafter(ends[-1], 0.0))
+    block = int(np.searchsorted(ends, target, side="right"))
+    start = block * _CDF_BLOCK
+    inner = weights[start : start + _CDF_BLOCK]
+    before = ends[block - 1] if block else 0.0
+    offset = int(np.searchsorted(np.cumsum(inner, dtype=np.float64), target - before, side="right"))
+    return start + min(offset, int(np.flatnonzero(inner)[-1]))
 
 
 def _filtered(weights: Logits, sampling: SamplingParams) -> NDArray[np.int64] | None:
@@ -176,7 +205,7 @@ def _nucleus(weights: Logits, kept: NDArray[np.int64] | None, top_p: float) -> N
     "The Curious Case of Neural Text Degeneration", ICLR 2020), ascending; at least one."""
     values = weights if kept is None else weights[kept]
     needed = top_p * values.sum(dtype=np.float64)
-    for count in (_TOP_P_CANDIDATES, len(values)):  # a short head nearly always suffices
+    for count in (*_NUCLEUS_HEADS, len(values)):
         order = largest(values, count)
         mass = np.cumsum(values[order], dtype=np.float64)
         if mass[-1] >= needed or len(order) == len(values):

@@ -141,6 +141,11 @@ class Sequence:
     def move_to(self, status: SeqStatus) -> None:
         self.status = SEQ_TRANSITIONS.check(self.status, status)
 
+    def take_prompt_logprobs(self) -> tuple[TokenLogprob, ...]:
+        """Empty unless they were asked for and this is the first token of this engine."""
+        taken, self.prompt_logprobs = tuple(self.prompt_logprobs), []
+        return taken
+
     def append_token(self, token_id: int) -> None:
         if self.num_tokens == len(self._tokens):
             self._tokens = np.concatenate((self._tokens, np.empty_like(self._tokens)))

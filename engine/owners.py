@@ -1,0 +1,177 @@
+"""Who owns KV blocks in one engine, and the moves by which blocks change hands.
+
+::
+
+    reserve ─▶ reserved ─┬─ admit ─▶ sequences ─┬─ hold ─▶ held ─▶ (pool)
+                         │  add ──▶  (no blocks │
+                         │            at first) └─ finish ───────▶ (pool)
+                         ├─ cancel ─────────────────────────────▶ (pool)
+                         └─ quarantine ─▶ quarantined ──────────▶ (pool)
+
+Every live block table is in exactly one of these maps. Tables of the step that is being computed
+are also *in flight*: whoever lets go of one meanwhile only marks it, and ``end_flight`` frees it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from isthmus.common.clock import Clock
+from isthmus.common.errors import InternalError
+from isthmus.common.ids import BlockId, RequestId
+from isthmus.common.types import FinishReason
+from isthmus.engine.block_table import BlockTable, TableState
+from isthmus.engine.kv_manager import KvCacheManager
+from isthmus.engine.scheduler import Scheduler
+from isthmus.engine.sequence import SeqStatus, Sequence
+from isthmus.engine.types import SequenceMode
+
+
+class BlockOwners:
+    """Not thread-safe: the engine core calls it under its lock."""
+
+    def __init__(self, kv: KvCacheManager, scheduler: Scheduler, clock: Clock) -> None:
+        self._kv = kv
+        self._scheduler = scheduler
+        self._clock = clock
+        self._sequences: dict[RequestId, Sequence] = {}  # waiting, running, preempted
+        self._held: dict[RequestId, Sequence] = {}
+        self._reserved: dict[RequestId, BlockTable] = {}
+        self._quarantined: dict[RequestId, list[BlockTable]] = {}
+        self._in_flight: set[BlockTable] = set()
+        self._free_after_flight: list[BlockTable] = []
+
+    # --- sequences -----------------------------------------------------------------------------
+
+    def check_is_new(self, request_id: RequestId) -> None:
+        """Quarantined blocks do not count: a failed transfer's request starts afresh here."""
+        known = (self._sequences, self._held, self._reserved)
+        if any(request_id in owners for owners in known):
+            raise InternalError(f"request {request_id} is in the engine already", stage="admit")
+
+    def add(self, sequence: Sequence) -> None:
+        self.check_is_new(sequence.request_id)
+        self._sequences[sequence.request_id] = sequence
+        self._scheduler.add(sequence)
+
+    def find(self, request_id: RequestId) -> Sequence | None:
+        """A sequence that has not ended."""
+        return self._sequences.get(request_id)
+
+    def block_ids(self, request_id: RequestId) -> tuple[BlockId, ...]:
+        """Blocks of a running or held sequence, in order; empty while it has none."""
+        sequence = self._sequences.get(request_id) or self._held.get(request_id)
+        if sequence is None or sequence.table is None:
+            return ()
+        return tuple(sequence.table.block_ids)
+
+    def finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        """Ends a sequence that has not ended. A PREFILL_ONLY one that owns blocks goes on hold:
+        a transfer may be reading them."""
+        sequence.finish_reason = reason
+        if sequence.mode is SequenceMode.PREFILL_ONLY and sequence.table is not None:
+            self.hold(sequence)
+            return
+        self._leave_queues(sequence)
+        sequence.move_to(SeqStatus.FINISHED)
+        if sequence.table is not None:
+            self._free(sequence.table)
+
+    def _leave_queues(self, sequence: Sequence) -> None:
+        self._scheduler.remove(sequence)
+        del self._sequences[sequence.request_id]
+
+    # --- holds ---------------------------------------------------------------------------------
+
+    def hold(self, sequence: Sequence) -> None:
+        assert sequence.table is not None
+        self._leave_queues(sequence)
+        sequence.move_to(SeqStatus.HELD)
+        sequence.held_at_ns = self._clock.now_ns()
+        self._kv.move(sequence.table, TableState.HELD)
+        self._held[sequence.request_id] = sequence
+
+    def release_hold(self, request_id: RequestId) -> None:
+        """Does nothing when there is no such hold."""
+        sequence = self._held.pop(request_id, None)
+        if sequence is not None:
+            assert sequence.table is not None
+            sequence.move_to(SeqStatus.FINISHED)
+            self._free(sequence.table)
+
+    def holds_since(self, at_ns: int) -> list[RequestId]:
+        """Requests whose blocks have been held since ``at_ns`` or longer."""
+        return [s.request_id for s in self._held.values() if s.held_at_ns <= at_ns]
+
+    # --- reservations --------------------------------------------------------------------------
+
+    def add_reservation(self, request_id: RequestId, table: BlockTable) -> None:
+        assert table.state is TableState.RESERVED
+        self._reserved[request_id] = table
+
+    def admit_reservation(self, sequence: Sequence) -> None:
+        """Gives the reserved blocks, by now filled, to the sequence. InternalError if unknown."""
+        table = self._reserved.pop(sequence.request_id, None)
+        if table is None:
+            raise InternalError(
+                f"request {sequence.request_id} has no reservation here", stage="admit"
+            )
+        self._kv.move(table, TableState.USED)
+        self._kv.publish(table, sequence.block_hashes, len(sequence.block_hashes))
+        sequence.table = table
+        sequence.num_computed_tokens = len(sequence.request.token_ids)
+        sequence.num_cached_tokens = table.num_cached_blocks * self._kv.block_size
+        self._sequences[sequence.request_id] = sequence
+        self._scheduler.add_with_kv(sequence)
+
+    def cancel_reservation(self, request_id: RequestId, quarantine: bool) -> None:
+        """Does nothing when there is no such reservation."""
+        table = self._reserved.pop(request_id, None)
+        if table is None:
+            return
+        if quarantine:
+            self._kv.quarantine(table)
+            self._quarantined.setdefault(request_id, []).append(table)
+        else:
+            self._kv.free(table)
+
+    def release_quarantine(self, request_id: RequestId) -> None:
+        for table in self._quarantined.pop(request_id, []):
+            self._kv.free(table)
+
+    # --- flight --------------------------------------------------------------------------------
+
+    def begin_flight(self, sequences: Iterable[Sequence]) -> None:
+        self._in_flight.update(s.table for s in sequences if s.table is not None)
+
+    def end_flight(self) -> None:
+        """Nothing is being computed any more: frees what was let go of meanwhile."""
+        self._in_flight.clear()
+        for table in self._free_after_flight:
+            self._kv.free(table)
+        self._free_after_flight.clear()
+
+    def _free(self, table: BlockTable) -> None:
+        if table in self._in_flight:
+            self._free_after_flight.append(table)
+        else:
+            self._kv.free(table)
+
+    # --- integrity -----------------------------------------------------------------------------
+
+    def check_integrity(self) -> None:
+        """AssertionError naming blocks that nobody owns, or a sequence that is not queued."""
+        self._kv.check_integrity()
+        strays = [table.block_ids for table in self._kv.live_tables() ^ set(self._tables())]
+        assert not strays, f"blocks without a known owner: {strays}"
+        queued = {*self._scheduler.running, *self._scheduler.waiting}
+        assert queued == set(self._sequences.values()), "queues and sequences differ"
+
+    def _tables(self) -> Iterator[BlockTable]:
+        for sequence in (*self._sequences.values(), *self._held.values()):
+            if sequence.table is not None:
+                yield sequence.table
+        yield from self._reserved.values()
+        yield from self._free_after_flight
+        for tables in self._quarantined.values():
+            yield from tables
