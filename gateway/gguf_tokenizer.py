@@ -145,7 +145,7 @@ def _sentencepiece(meta: Mapping[str, GgufValue], tokens: Sequence[str]) -> Toke
 def _merges_from_scores(
     vocab: Mapping[str, int], scores: Mapping[str, float]
 ) -> list[tuple[str, str]]:
-    """The merges that a SentencePiece vocabulary implies: best score first, as its BPE applies them."""
+    """The merges that a SentencePiece vocabulary implies, best score first as its BPE goes."""
     found: list[tuple[str, str, float]] = []
     for piece, score in scores.items():
         splits = [(piece[:cut], piece[cut:]) for cut in range(1, len(piece))]

@@ -256,7 +256,7 @@ def _token_prompt(value: list[Any]) -> tuple[int, ...]:
 
 
 def parse_body(model: type[ModelT], raw: bytes) -> ModelT:
-    """Raises InvalidRequestError or UnsupportedParameterError that names the first bad parameter."""
+    """Raises InvalidRequestError (or UnsupportedParameterError) naming the first bad parameter."""
     try:
         data = orjson.loads(raw)
     except orjson.JSONDecodeError as error:

@@ -7,6 +7,7 @@ which is what a stream needs: a character may be split over tokens, a byte never
 
 from __future__ import annotations
 
+import codecs
 import json
 import re
 from collections.abc import Sequence
@@ -50,6 +51,12 @@ class TextTokenizer:
         table = self.token_bytes
         return b"".join(table[i] for i in token_ids if i not in special).decode(errors="replace")
 
+    def decode_finished(self, token_ids: Sequence[int]) -> str:
+        """All of the text, special tokens included, but for a character left unfinished."""
+        data = b"".join(self.token_bytes[token_id] for token_id in token_ids)
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        return decoder.decode(data)
+
     def check_ids(self, token_ids: Sequence[int], param: str) -> None:
         """Raises InvalidRequestError naming the first id outside the vocabulary."""
         for token_id in token_ids:
@@ -67,12 +74,12 @@ def load_tokenizer(files: ModelFiles) -> TextTokenizer:
 
 def _load_gguf(path: Path) -> TextTokenizer:
     built = build_gguf_tokenizer(read_gguf(path))
-    has_bos = built.adds_bos and built.bos_token_id is not None
+    bos = (built.bos_token_id,) if built.bos_token_id is not None else ()
     names = {"bos_token": built.bos_token_id, "eos_token": next(iter(built.eos_token_ids), None)}
     return _assemble(
         built.backend,
         eos_token_ids=built.eos_token_ids,
-        prefix_token_ids=(built.bos_token_id,) if has_bos and built.bos_token_id is not None else (),
+        prefix_token_ids=bos if built.adds_bos else (),
         chat_template=built.chat_template,
         special_tokens={
             name: built.backend.id_to_token(token_id) or ""
@@ -133,8 +140,8 @@ def _assemble(
 def _bytes_of_tokens(
     backend: Tokenizer, vocab: dict[str, int], size: int, added: Any
 ) -> tuple[bytes, ...]:
-    decoder = json.loads(backend.to_str())["decoder"]
-    kinds = {step["type"] for step in [decoder or {"type": ""}, *(decoder or {}).get("decoders", ())]}
+    decoder = json.loads(backend.to_str())["decoder"] or {"type": "none"}
+    kinds = {step["type"] for step in [decoder, *decoder.get("decoders", ())]}
     table = [b""] * size
     if "ByteLevel" in kinds:
         alphabet = byte_alphabet()
@@ -144,9 +151,7 @@ def _bytes_of_tokens(
     elif kinds & {"ByteFallback", "Metaspace"}:
         for token, index in vocab.items():
             match = _BYTE_TOKEN.fullmatch(token)
-            table[index] = (
-                bytes([int(match[1], 16)]) if match else token.replace("▁", " ").encode()
-            )
+            table[index] = bytes([int(match[1], 16)]) if match else token.replace("▁", " ").encode()
     else:
         message = f"a tokenizer with the decoder {sorted(kinds)} is not supported"
         raise ModelFileError(f"{message} (supported: ByteLevel, ByteFallback)", stage="load")

@@ -1,0 +1,113 @@
+"""The HTTP application: routes, errors in OpenAI's shape, and what the routes share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fastapi import FastAPI, Request
+from isthmus.common.clock import Clock
+from isthmus.common.config import ClusterConfig
+from isthmus.common.errors import (
+    InternalError,
+    InvalidRequestError,
+    IsthmusError,
+    ModelNotFoundError,
+    UnsupportedParameterError,
+)
+from isthmus.common.logging import get_logger
+from isthmus.gateway.choice import ChoiceServices
+from isthmus.gateway.context import Gateway
+from isthmus.gateway.decode_client import DecodeClient
+from isthmus.gateway.error_response import error_response
+from isthmus.gateway.limits import InflightLimiter, KeyRing
+from isthmus.gateway.pipeline import Pipeline
+from isthmus.gateway.router_client import RouterClient
+from isthmus.gateway.routes import completions, models, operations, tokens
+from isthmus.gateway.tokenizer import TextTokenizer
+from isthmus.router.router import Router
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+_log = get_logger("gateway")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelIdentity:
+    tokenizer: TextTokenizer
+    name: str
+
+
+def build_gateway(
+    config: ClusterConfig, model: ModelIdentity, router: Router, clock: Clock
+) -> Gateway:
+    """Call inside the running event loop; the caller closes what it gets."""
+    router_client = RouterClient(router)
+    decode_client = DecodeClient(clock)
+    return Gateway(
+        config=config.gateway,
+        clock=clock,
+        keys=KeyRing(config.gateway.api_keys),
+        limiter=InflightLimiter(config.gateway.max_inflight),
+        router=router_client,
+        decode_client=decode_client,
+        pipeline=Pipeline(
+            config.gateway,
+            model.tokenizer,
+            router_client,
+            clock,
+            served_name=config.model.served_name,
+            default_name=model.name,
+        ),
+        services=ChoiceServices(
+            router=router_client,
+            decode_client=decode_client,
+            tokenizer=model.tokenizer,
+            clock=clock,
+            on_decode_loss=config.gateway.on_decode_loss,
+        ),
+        started_ns=clock.now_ns(),
+    )
+
+
+def create_app(gateway: Gateway) -> FastAPI:
+    app = FastAPI(title="Isthmus", docs_url="/docs", redoc_url=None)
+    app.state.gateway = gateway
+    for routes in (completions, models, tokens, operations):
+        app.include_router(routes.router)
+    app.add_exception_handler(IsthmusError, _typed_error)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(Exception, _unexpected)
+    return app
+
+
+async def _typed_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, IsthmusError), "registered for this type"
+    return error_response(error, _request_id_header(request))
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """The framework's own refusals: no such path, no such method."""
+    assert isinstance(error, HTTPException), "registered for this type"
+    typed: IsthmusError
+    if error.status_code == 404:
+        typed = ModelNotFoundError(f"there is no {request.url.path}", stage="receive")
+    elif error.status_code == 405:
+        typed = UnsupportedParameterError(
+            f"{request.url.path} does not take {request.method}", stage="receive"
+        )
+    else:
+        typed = InvalidRequestError(str(error.detail), stage="receive")
+    response = error_response(typed, {**(error.headers or {}), **_request_id_header(request)})
+    response.status_code = error.status_code
+    return response
+
+
+async def _unexpected(request: Request, error: Exception) -> Response:
+    """The last resort of the process edge: logged with its traceback, told without it."""
+    _log.error("unexpected error", path=request.url.path, exc_info=error)
+    return error_response(InternalError("internal error", stage="gateway"))
+
+
+def _request_id_header(request: Request) -> dict[str, str]:
+    request_id = request.scope.get("isthmus.request_id")
+    return {"x-request-id": request_id} if isinstance(request_id, str) else {}

@@ -1,0 +1,381 @@
+"""One output sequence of a request: routed, submitted, detokenised, and carried over a failure.
+
+::
+
+    IDLE ── submit ──▶ WAITING ── first token ──▶ STREAMING ── finish ──▶ FINISHED
+                        │  ▲ one retry elsewhere    │  ▲ resume: prompt + delivered tokens
+                        └──┘                        └──┘
+    any ── abort ──▶ ABORTED      any ── not recoverable ──▶ FAILED
+
+A ``Choice`` is the sink of its own stream and runs in callbacks of the event loop; it owns no task.
+It tells its ``Exchange`` through ``ChoiceOwner`` when there is something to take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Literal, Protocol
+
+from isthmus.common import metrics
+from isthmus.common.clock import NS_PER_MS, NS_PER_S, Clock
+from isthmus.common.errors import InstanceLostError, IsthmusError
+from isthmus.common.ids import InstanceId, RequestId
+from isthmus.common.state_machine import Transitions
+from isthmus.common.timeline import Event, Timeline
+from isthmus.common.types import (
+    FinishReason,
+    LocalPrefillReason,
+    Request,
+    RouteDecision,
+    SamplingParams,
+    TokenLogprob,
+)
+from isthmus.gateway.decode_client import DecodeClient, GenerationEnd
+from isthmus.gateway.detokenizer import Detokenizer
+from isthmus.gateway.plan import ChoiceDelta, GenerationPlan, PreparedPrompt
+from isthmus.gateway.router_client import ChoiceQuery, RouterClient
+from isthmus.gateway.stop import StopScanner
+from isthmus.gateway.tokenizer import TextTokenizer
+
+MAX_RESUMES = 3
+
+
+class ChoiceState(Enum):
+    IDLE = "idle"
+    WAITING = "waiting"
+    STREAMING = "streaming"
+    FINISHED = "finished"
+    ABORTED = "aborted"
+    FAILED = "failed"
+
+
+_ENDS = frozenset({ChoiceState.FINISHED, ChoiceState.ABORTED, ChoiceState.FAILED})
+CHOICE_TRANSITIONS: Transitions[ChoiceState] = Transitions(
+    {
+        ChoiceState.IDLE: frozenset({ChoiceState.WAITING, ChoiceState.ABORTED, ChoiceState.FAILED}),
+        ChoiceState.WAITING: frozenset({ChoiceState.STREAMING}) | _ENDS,
+        ChoiceState.STREAMING: _ENDS,
+        ChoiceState.FINISHED: frozenset(),
+        ChoiceState.ABORTED: frozenset(),
+        ChoiceState.FAILED: frozenset(),
+    }
+)
+
+
+class ChoiceOwner(Protocol):
+    def on_first_token(self, choice: Choice) -> None: ...
+
+    def on_change(self, choice: Choice) -> None: ...
+
+    def on_choice_failed(self, error: IsthmusError) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceServices:
+    """What every choice of this gateway uses."""
+
+    router: RouterClient
+    decode_client: DecodeClient
+    tokenizer: TextTokenizer
+    clock: Clock
+    on_decode_loss: Literal["resume", "error"]
+
+
+class Choice:
+    def __init__(
+        self,
+        index: int,
+        prompt: PreparedPrompt,
+        plan: GenerationPlan,
+        services: ChoiceServices,
+        owner: ChoiceOwner,
+    ) -> None:
+        self.index = index
+        self.is_echo = plan.is_echo
+        self.prompt = prompt
+        self.state = ChoiceState.IDLE
+        self.decision: RouteDecision | None = None
+        self.local_reason = LocalPrefillReason.NONE
+        self.timeline = Timeline()
+        self.num_cached_tokens = 0
+        self.num_output_tokens = 0
+        self.num_retries = 0
+        self.transferred_bytes = 0
+        self.prompt_logprobs: list[TokenLogprob] = []
+        self._plan = plan
+        self._sampling = _sampling_of(plan, prompt, index)
+        self._services = services
+        self._owner = owner
+        self._excluded: set[InstanceId] = set()
+        self._delivered: list[int] = []
+        self._detokenizer = Detokenizer(services.tokenizer, prompt.token_ids)
+        self._scanner = StopScanner(plan.stop_strings)
+        self._held_stop_token: int | None = None
+        self._stop_ids = frozenset(self._sampling.stop_token_ids)
+        self._delta = ChoiceDelta()
+        self._first_token_ns = 0
+        self._last_token_ns = 0
+        self._request_id = RequestId("")
+
+    # --- driven by the exchange -----------------------------------------------------------------
+    @property
+    def is_done(self) -> bool:
+        return self.state in _ENDS
+
+    def submit(self, prefer_decode: InstanceId | None = None) -> None:
+        """Routes and sends. Errors come through the owner, like later ones."""
+        self._move(ChoiceState.WAITING)
+        try:
+            decision = self._services.router.route(self._query(prefer_decode))
+        except IsthmusError as error:
+            self._fail(error)
+            return
+        self._send_or_recover(decision)
+
+    def abort(self, reason: str) -> None:
+        """Ends the sequence here and on its instance; a no-op once it has ended."""
+        if self.is_done:
+            return
+        was_idle = self.state is ChoiceState.IDLE
+        self._move(ChoiceState.ABORTED)
+        if not was_idle and self.decision is not None:
+            self._leave_instance(reason)
+            self._services.router.report_cancelled(self.decision)
+
+    @property
+    def has_prompt_logprobs(self) -> bool:
+        return self._plan.sampling.prompt_logprobs is not None
+
+    @property
+    def has_news(self) -> bool:
+        """True when something can be shown; logprobs wait for the text they belong to."""
+        return bool(self._delta.text or self._delta.finish_reason)
+
+    def take(self) -> ChoiceDelta:
+        delta, self._delta = self._delta, ChoiceDelta()
+        return delta
+
+    # --- GenerationSink -------------------------------------------------------------------------
+    def on_started(self, num_cached_tokens: int) -> None:
+        if not self.num_retries:
+            self.num_cached_tokens = num_cached_tokens
+
+    def on_tokens(
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[TokenLogprob],
+        prompt_logprobs: Sequence[TokenLogprob],
+    ) -> None:
+        if self.is_done:
+            return
+        self.prompt_logprobs.extend(prompt_logprobs)
+        if token_ids:
+            self._observe_gaps(len(token_ids))
+        # A token of a client's stop list shows only if the sequence goes on behind it.
+        for position, token_id in enumerate(token_ids):
+            self._accept(token_id, logprobs[position] if logprobs else None)
+            if self._scanner.matched is not None:
+                self._leave_instance("stop string")
+                self._finish(FinishReason.STOP, self._scanner.matched)
+                return
+        if self.state is ChoiceState.WAITING and token_ids:
+            self._first_token()
+        if self.has_news:
+            self._owner.on_change(self)
+
+    def on_finished(self, end: GenerationEnd) -> None:
+        if self.is_done:
+            return
+        if end.reason in (FinishReason.ABORT, FinishReason.ERROR):
+            instance = self._instance_id()
+            message = f"{instance} gave the sequence up"
+            self._recover(
+                InstanceLostError(message, stage="decode", instance_id=instance), instance
+            )
+            return
+        if self.num_retries == 0:
+            self.num_cached_tokens = end.usage.num_cached_tokens
+        self.timeline.merge(end.timeline)
+        self.transferred_bytes += end.transferred_bytes
+        self.local_reason = end.local_reason
+        asked = end.stop_token_id not in self._services.tokenizer.eos_token_ids
+        self._finish(end.reason, end.stop_token_id if asked else None)
+
+    def on_failed(self, error: IsthmusError, failed_instance: str) -> None:
+        if not self.is_done:
+            self._recover(error, failed_instance)
+
+    # --- tokens → text --------------------------------------------------------------------------
+    def _accept(self, token_id: int, logprob: TokenLogprob | None) -> None:
+        if self._held_stop_token is not None:
+            self._show(self._held_stop_token)
+            self._held_stop_token = None
+        self._delivered.append(token_id)
+        if not self._plan.has_output:
+            return
+        self.num_output_tokens += 1
+        self._delta.num_tokens += 1
+        if logprob is not None:
+            self._delta.logprobs.append(logprob)
+        if token_id in self._stop_ids:
+            self._held_stop_token = token_id
+        else:
+            self._show(token_id)
+
+    def _show(self, token_id: int) -> None:
+        text = self._detokenizer.push((token_id,))
+        if not text:
+            return
+        if self.num_output_tokens > self._sampling.min_tokens:
+            text = self._scanner.push(text)
+        self._delta.text += text
+
+    def _finish(self, reason: FinishReason, stop_reason: str | int | None) -> None:
+        if self.state is ChoiceState.WAITING and self._delivered:
+            self._first_token()
+        if reason is FinishReason.LENGTH and self._held_stop_token is not None:
+            self._show(self._held_stop_token)
+        if self._scanner.matched is None:
+            self._delta.text += self._scanner.flush()
+        elif reason is FinishReason.LENGTH:
+            reason, stop_reason = FinishReason.STOP, self._scanner.matched
+        self._delta.finish_reason, self._delta.stop_reason = reason, stop_reason
+        self._move(ChoiceState.FINISHED)
+        if self.decision is not None:
+            self._services.router.report_finished(self.decision, self.local_reason, self._tpot_ms())
+        self._owner.on_change(self)
+
+    def _tpot_ms(self) -> float | None:
+        gaps = len(self._delivered) - 1
+        if gaps < 1:
+            return None
+        return (self._last_token_ns - self._first_token_ns) / NS_PER_MS / gaps
+
+    def _first_token(self) -> None:
+        self._move(ChoiceState.STREAMING)
+        if self.decision is not None:
+            self._services.router.report_first_token(self.decision)
+        self._owner.on_first_token(self)
+
+    def _observe_gaps(self, num_tokens: int) -> None:
+        now_ns = self._services.clock.monotonic_ns()
+        if self._last_token_ns:
+            gap_s = (now_ns - self._last_token_ns) / NS_PER_S
+            if len(self._delivered) == 1:
+                metrics.SECOND_TOKEN_GAP.observe(gap_s)
+            for _ in range(num_tokens):
+                metrics.ITL.observe(gap_s / num_tokens)
+        else:
+            self._first_token_ns = now_ns
+        self._last_token_ns = now_ns
+
+    # --- instances ------------------------------------------------------------------------------
+    def _send_or_recover(self, decision: RouteDecision) -> None:
+        try:
+            self._send(decision)
+        except InstanceLostError as error:
+            self._recover(error, error.instance_id)
+
+    def _send(self, decision: RouteDecision) -> None:
+        self.decision = decision
+        self.timeline.mark(Event.ROUTED, self._services.clock.now_ns())
+        self.local_reason = decision.local_reason
+        self._request_id = RequestId(f"{self._plan.request_id}-{self.index}.{self.num_retries}")
+        self._services.decode_client.submit(self._request(), decision, self)
+
+    def _request(self) -> Request:
+        sampling = self._sampling
+        if self._delivered:
+            sampling = replace(sampling, prompt_logprobs=None)
+        return Request(
+            request_id=self._request_id,
+            model=self._plan.model,
+            token_ids=(*self.prompt.token_ids, *self._delivered),
+            sampling=sampling,
+            arrival_ns=self._plan.arrival_ns,
+            deadline_ns=self._plan.deadline_ns,
+            tenant=self._plan.tenant,
+            priority=self._plan.priority,
+            cache_salt=self._plan.cache_salt,
+            num_resumed_tokens=len(self._delivered),
+        )
+
+    def _query(self, prefer_decode: InstanceId | None = None) -> ChoiceQuery:
+        return ChoiceQuery(
+            request_id=RequestId(f"{self._plan.request_id}-{self.index}.{self.num_retries}"),
+            plan=self._plan,
+            prompt=self.prompt,
+            num_resumed_tokens=len(self._delivered),
+            exclude=frozenset(self._excluded),
+            prefer_decode=prefer_decode,
+            needs_whole_prompt=self._sampling.prompt_logprobs is not None,
+        )
+
+    def _recover(self, error: IsthmusError, failed_instance: str) -> None:
+        """Another instance when the rules allow it, else the end of this choice."""
+        failed = InstanceId(failed_instance)
+        if self._ended_before_the_loss():
+            return
+        last, self.num_retries = self.decision, self.num_retries + 1
+        if last is None or not self._may_retry(error):
+            if last is not None:
+                self._services.router.report_failed(last, error, failed)
+            self._fail(error)
+            return
+        if failed:
+            self._excluded.add(failed)
+        reason = "resume" if self._delivered else "retry"
+        metrics.RETRIES.labels(reason=reason).inc()
+        try:
+            decision = self._services.router.reroute(self._query(), last, error, failed)
+        except IsthmusError:
+            self._fail(error)  # nobody else to ask: the client hears what went wrong first
+            return
+        self._send_or_recover(decision)
+
+    def _may_retry(self, error: IsthmusError) -> bool:
+        if not error.retryable:
+            return False
+        if self._delivered:
+            can_resume = self._services.on_decode_loss == "resume"
+            return can_resume and self.num_retries <= MAX_RESUMES
+        return self.num_retries <= 1
+
+    def _ended_before_the_loss(self) -> bool:
+        """The instance died with its last word unsaid: everything it owed had been delivered."""
+        count = len(self._delivered)
+        if not count:
+            return False
+        if self._held_stop_token is not None and count > self._sampling.min_tokens:
+            self._finish(FinishReason.STOP, None)
+        elif count >= self._sampling.max_tokens:
+            self._finish(FinishReason.LENGTH, None)
+        else:
+            return False
+        return True
+
+    def _fail(self, error: IsthmusError) -> None:
+        self._move(ChoiceState.FAILED)
+        self._owner.on_choice_failed(error)
+
+    def _leave_instance(self, reason: str) -> None:
+        self._services.decode_client.abort(self._instance_id(), self._request_id, reason)
+
+    def _instance_id(self) -> InstanceId:
+        decode = self.decision.decode if self.decision is not None else None
+        return decode.instance_id if decode is not None else InstanceId("")
+
+    def _move(self, state: ChoiceState) -> None:
+        self.state = CHOICE_TRANSITIONS.check(self.state, state)
+
+
+def _sampling_of(plan: GenerationPlan, prompt: PreparedPrompt, index: int) -> SamplingParams:
+    """Choice k of a prompt draws from its own stream: seed + k."""
+    offset = index % plan.num_choices
+    seed = (plan.sampling.seed + offset) % 2**64
+    prompt_logprobs = plan.sampling.prompt_logprobs if offset == 0 else None
+    return replace(
+        plan.sampling, max_tokens=prompt.max_tokens, seed=seed, prompt_logprobs=prompt_logprobs
+    )

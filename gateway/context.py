@@ -1,0 +1,64 @@
+"""What the routes of one gateway share, and how a request gets its id."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from dataclasses import dataclass
+from typing import cast
+
+from isthmus.common.clock import Clock
+from isthmus.common.config import GatewayConfig
+from isthmus.common.ids import new_request_id
+from isthmus.gateway.choice import ChoiceServices
+from isthmus.gateway.decode_client import DecodeClient
+from isthmus.gateway.limits import Identity, InflightLimiter, KeyRing
+from isthmus.gateway.pipeline import Pipeline
+from isthmus.gateway.router_client import RouterClient
+from starlette.requests import Request
+
+_CLIENT_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+@dataclass(frozen=True, slots=True)
+class Gateway:
+    config: GatewayConfig
+    clock: Clock
+    keys: KeyRing
+    limiter: InflightLimiter
+    router: RouterClient
+    decode_client: DecodeClient
+    pipeline: Pipeline
+    services: ChoiceServices
+    started_ns: int
+
+    async def close(self) -> None:
+        await self.decode_client.close()
+        self.pipeline.close()
+
+
+def gateway_of(request: Request) -> Gateway:
+    return cast("Gateway", request.app.state.gateway)
+
+
+def admit(request: Request) -> Identity:
+    """Gives the request its id (header ``x-request-id``) and checks its key.
+
+    Raises AuthenticationError.
+    """
+    given = request.headers.get("x-request-id", "")
+    header_id = given if _CLIENT_ID.fullmatch(given) else new_request_id()
+    request.scope["isthmus.request_id"] = header_id
+    return gateway_of(request).keys.identify(request.headers)
+
+
+def request_id_of(request: Request) -> str:
+    """As the client knows it."""
+    return cast("str", request.scope["isthmus.request_id"])
+
+
+def internal_id(request: Request) -> str:
+    """Unique even if a client uses one id twice; begins with the client's."""
+    if request.headers.get("x-request-id", "") == request_id_of(request):
+        return f"{request_id_of(request)}.{secrets.token_hex(3)}"
+    return request_id_of(request)

@@ -1,0 +1,283 @@
+"""One Generate stream per decode instance, shared by all requests of this gateway.
+
+``DecodeClient`` owns the streams and who is waiting on them. Everything that arrives goes to the
+request's ``GenerationSink`` at once, in the event loop, without a task or queue of its own. When a
+stream breaks, each of its requests fails with InstanceLostError at that moment; the stream itself
+comes back by its own until ``follow`` says that the instance has gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from typing import Protocol
+
+import grpc.aio
+from isthmus.common.clock import NS_PER_S, Clock
+from isthmus.common.errors import InstanceLostError, InternalError, IsthmusError
+from isthmus.common.ids import InstanceId, RequestId
+from isthmus.common.logging import RateLimitedLog, get_logger
+from isthmus.common.rpc import create_channel, error_from_rpc
+from isthmus.common.timeline import Timeline
+from isthmus.common.types import (
+    FinishReason,
+    InstanceRef,
+    LocalPrefillReason,
+    Request,
+    RouteDecision,
+    TokenLogprob,
+    Usage,
+)
+from isthmus.protos import convert
+from isthmus.protos.v1 import decode_pb2 as pb
+from isthmus.protos.v1 import decode_pb2_grpc
+
+FIRST_BACKOFF_S = 0.1
+LAST_BACKOFF_S = 1.0
+_LOCAL_REASONS = {reason.value: reason for reason in LocalPrefillReason}
+
+
+class GenerationEnd:
+    """How a sequence ended, as the decode instance tells it."""
+
+    __slots__ = (
+        "local_reason",
+        "reason",
+        "stop_token_id",
+        "timeline",
+        "transferred_bytes",
+        "usage",
+    )
+
+    def __init__(self, message: pb.Finished) -> None:
+        self.reason = convert.finish_reason_from_pb(message.reason) or FinishReason.ERROR
+        self.stop_token_id = message.stop_token_id if message.HasField("stop_token_id") else None
+        self.usage: Usage = convert.usage_from_pb(message.usage)
+        self.timeline: Timeline = convert.timeline_from_pb(message.timeline)
+        self.local_reason = _LOCAL_REASONS.get(message.local_reason, LocalPrefillReason.NONE)
+        self.transferred_bytes = message.transferred_bytes
+
+
+class GenerationSink(Protocol):
+    """The receiving end of one request. Called in the event loop; must not block."""
+
+    def on_started(self, num_cached_tokens: int) -> None: ...
+
+    def on_tokens(
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[TokenLogprob],
+        prompt_logprobs: Sequence[TokenLogprob],
+    ) -> None: ...
+
+    def on_finished(self, end: GenerationEnd) -> None: ...
+
+    def on_failed(self, error: IsthmusError, failed_instance: str) -> None: ...
+
+
+class DecodeClient:
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._streams: dict[InstanceId, _Stream] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def follow(self, refs: Iterable[InstanceRef]) -> None:
+        """Keeps a stream open to each of these; requests on any other fail at once."""
+        wanted = {ref.instance_id: ref for ref in refs}
+        for instance_id, stream in list(self._streams.items()):
+            if wanted.get(instance_id) != stream.ref:
+                self._drop(instance_id)
+        for ref in wanted.values():
+            self._stream(ref)
+
+    def submit(self, request: Request, decision: RouteDecision, sink: GenerationSink) -> None:
+        """Raises InstanceLostError when the instance is known to be out of reach."""
+        assert decision.decode is not None, "an admitted decision names a decode instance"
+        self._stream(decision.decode).submit(request, decision, sink)
+
+    def abort(self, instance_id: InstanceId, request_id: RequestId, reason: str) -> None:
+        """The sink hears nothing more; the instance is told."""
+        if stream := self._streams.get(instance_id):
+            stream.abort(request_id, reason)
+
+    def is_live(self, instance_id: InstanceId) -> bool:
+        stream = self._streams.get(instance_id)
+        return stream is not None and stream.is_live
+
+    def silent_s(self, instance_id: InstanceId) -> float:
+        """Seconds since anything arrived while requests are waiting for it; 0 with none waiting."""
+        stream = self._streams.get(instance_id)
+        return stream.silent_s() if stream is not None else 0.0
+
+    def num_requests(self) -> int:
+        return sum(stream.num_requests for stream in self._streams.values())
+
+    async def close(self) -> None:
+        for instance_id in list(self._streams):
+            self._drop(instance_id)
+        await asyncio.gather(*self._closing, return_exceptions=True)
+
+    def _stream(self, ref: InstanceRef) -> _Stream:
+        stream = self._streams.get(ref.instance_id)
+        if stream is not None and stream.ref != ref:
+            if stream.ref.epoch > ref.epoch:
+                message = f"{ref.instance_id} has restarted since it was chosen"
+                raise InstanceLostError(message, stage="submit", instance_id=ref.instance_id)
+            self._drop(ref.instance_id)
+            stream = None
+        if stream is None:
+            stream = self._streams[ref.instance_id] = _Stream(ref, self._clock)
+        return stream
+
+    def _drop(self, instance_id: InstanceId) -> None:
+        stream = self._streams.pop(instance_id)
+        task = asyncio.get_running_loop().create_task(stream.close())
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+
+class _Stream:
+    """One instance at one epoch: connects, reads, fails all that waits when it breaks, repeats."""
+
+    def __init__(self, ref: InstanceRef, clock: Clock) -> None:
+        self.ref = ref
+        self.is_live = False
+        self._is_broken = False
+        self._clock = clock
+        self._sinks: dict[str, GenerationSink] = {}
+        self._outgoing: asyncio.Queue[pb.GenerateRequest] = asyncio.Queue()
+        self._last_message_ns = clock.monotonic_ns()
+        self._log = get_logger("decode_client")
+        self._limited_log = RateLimitedLog(self._log)
+        self._task = asyncio.get_running_loop().create_task(self._run())
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._sinks)
+
+    def silent_s(self) -> float:
+        if not self._sinks:
+            return 0.0
+        return (self._clock.monotonic_ns() - self._last_message_ns) / NS_PER_S
+
+    def submit(self, request: Request, decision: RouteDecision, sink: GenerationSink) -> None:
+        if self._is_broken or self._task.done():
+            raise self._lost("is out of reach")
+        if not self._sinks:
+            self._last_message_ns = self._clock.monotonic_ns()
+        self._sinks[request.request_id] = sink
+        message = pb.Submit(
+            request=convert.request_to_pb(request), decision=convert.decision_to_pb(decision)
+        )
+        self._outgoing.put_nowait(pb.GenerateRequest(submit=message))
+
+    def abort(self, request_id: RequestId, reason: str) -> None:
+        if self._sinks.pop(request_id, None) is not None:
+            message = pb.Abort(request_id=request_id, reason=reason)
+            self._outgoing.put_nowait(pb.GenerateRequest(abort=message))
+
+    async def close(self) -> None:
+        self._is_broken = True
+        self._task.cancel()
+        with suppress(asyncio.CancelledError):
+            await self._task
+        self._fail_all("has left the cluster")
+
+    async def _run(self) -> None:
+        channel = create_channel(self.ref.address)
+        stub = decode_pb2_grpc.DecodeServiceStub(channel)
+        backoff_s = FIRST_BACKOFF_S
+        try:
+            while True:
+                cause = await self._serve(stub)
+                backoff_s = FIRST_BACKOFF_S if self.is_live else backoff_s
+                self.is_live, self._is_broken = False, True
+                self._outgoing = asyncio.Queue()
+                self._fail_all(cause)
+                self._limited_log.warning(
+                    "lost", "decode stream broke", instance=self.ref.instance_id, cause=cause
+                )
+                await asyncio.sleep(backoff_s)
+                backoff_s = min(2 * backoff_s, LAST_BACKOFF_S)
+        finally:
+            self.is_live = False
+            await channel.close()
+
+    async def _serve(self, stub: decode_pb2_grpc.DecodeServiceAsyncStub) -> str:
+        """Reads until the stream ends and says why it did."""
+        call = stub.Generate()
+        writer = asyncio.get_running_loop().create_task(self._write(call))
+        try:
+            await call.wait_for_connection()
+            self.is_live, self._is_broken = True, False
+            while True:
+                response = await call.read()
+                if not isinstance(response, pb.GenerateResponse):
+                    return "closed its stream"
+                self._last_message_ns = self._clock.monotonic_ns()
+                self._dispatch(response)
+        except grpc.aio.AioRpcError as error:
+            return error_from_rpc(error, peer=self.ref.instance_id, stage="decode").message
+        finally:
+            writer.cancel()
+            call.cancel()
+            await asyncio.gather(writer, return_exceptions=True)
+
+    async def _write(
+        self, call: grpc.aio.StreamStreamCall[pb.GenerateRequest, pb.GenerateResponse]
+    ) -> None:
+        outgoing = self._outgoing
+        with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # the reader says why
+            while True:
+                await call.write(await outgoing.get())
+
+    def _dispatch(self, response: pb.GenerateResponse) -> None:
+        for started in response.started:
+            if sink := self._sinks.get(started.request_id):
+                self._deliver(sink, started)
+        for delta in response.deltas:
+            if sink := self._sinks.get(delta.request_id):
+                self._deliver(sink, delta)
+        for finished in response.finished:
+            if sink := self._sinks.pop(finished.request_id, None):
+                self._deliver(sink, finished)
+        for failed in response.failed:
+            if sink := self._sinks.pop(failed.request_id, None):
+                self._deliver(sink, failed)
+
+    def _deliver(
+        self, sink: GenerationSink, message: pb.Started | pb.TokenDelta | pb.Finished | pb.Failed
+    ) -> None:
+        try:
+            if isinstance(message, pb.TokenDelta):
+                logprobs = [convert.logprob_from_pb(item) for item in message.logprobs]
+                of_prompt = [convert.logprob_from_pb(item) for item in message.prompt_logprobs]
+                sink.on_tokens(message.token_ids, logprobs, of_prompt)
+            elif isinstance(message, pb.Started):
+                sink.on_started(message.num_cached_tokens)
+            elif isinstance(message, pb.Finished):
+                sink.on_finished(GenerationEnd(message))
+            else:
+                sink.on_failed(convert.error_from_pb(message.error), message.failed_instance)
+        except Exception as error:  # noqa: BLE001 (one request's fault must not end the others)
+            self._log.exception("request failed in the gateway", request_id=message.request_id)
+            self._sinks.pop(message.request_id, None)
+            abort = pb.Abort(request_id=message.request_id, reason="gateway fault")
+            self._outgoing.put_nowait(pb.GenerateRequest(abort=abort))
+            sink.on_failed(_as_internal(error), "")
+
+    def _fail_all(self, cause: str) -> None:
+        sinks, self._sinks = self._sinks, {}
+        for sink in sinks.values():
+            sink.on_failed(self._lost(cause), self.ref.instance_id)
+
+    def _lost(self, cause: str) -> InstanceLostError:
+        text = (
+            cause if cause.startswith(self.ref.instance_id) else f"{self.ref.instance_id} {cause}"
+        )
+        return InstanceLostError(text, stage="decode", instance_id=self.ref.instance_id)
+
+
+def _as_internal(error: Exception) -> IsthmusError:
+    return InternalError(f"{type(error).__name__}: {error}", stage="gateway")

@@ -1,0 +1,42 @@
+"""Errors in OpenAI's shape: ``{"error": {"message", "type", "param", "code"}}``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+from isthmus.common import metrics
+from isthmus.common.errors import CapacityError, DrainingError, IsthmusError
+from starlette.responses import Response
+
+DEFAULT_RETRY_AFTER_MS = 1_000
+
+
+def error_body(error: IsthmusError) -> dict[str, Any]:
+    """Also counts it: every error that a client sees passes here once."""
+    metrics.HTTP_ERRORS.labels(status=str(error.http_status), code=error.code).inc()
+    message = error.message
+    if error.stage and error.http_status >= 500 and error.stage not in message:
+        message = f"{message} (stage: {error.stage})"
+    return {
+        "error": {
+            "message": message,
+            "type": error.openai_type,
+            "param": error.param,
+            "code": error.code,
+        }
+    }
+
+
+def error_response(error: IsthmusError, headers: Mapping[str, str] | None = None) -> Response:
+    all_headers = dict(headers or {})
+    if isinstance(error, CapacityError | DrainingError):
+        milliseconds = error.retry_after_ms or DEFAULT_RETRY_AFTER_MS
+        all_headers["retry-after"] = str(max(1, -(-milliseconds // 1000)))
+    return Response(
+        orjson.dumps(error_body(error)),
+        status_code=error.http_status,
+        headers=all_headers,
+        media_type="application/json",
+    )

@@ -1,0 +1,143 @@
+"""One HTTP generation request from its plan to its end: all choices, one deadline, one end.
+
+The exchange owns its choices and is told by them what is new; the HTTP side waits on it and takes.
+However it ends (finished, failed, client gone, deadline), it ends once: open choices are aborted,
+metrics are counted and one log line is written by ``Accounting``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from isthmus.common import metrics
+from isthmus.common.clock import NS_PER_S
+from isthmus.common.errors import CancelledError, DeadlineError, IsthmusError
+from isthmus.common.timeline import Event, Timeline
+from isthmus.gateway.accounting import Accounting
+from isthmus.gateway.choice import Choice, ChoiceServices, ChoiceState
+from isthmus.gateway.plan import ChoiceDelta, GenerationPlan
+
+
+class Exchange:
+    """``start`` first; then ``wait`` and ``take`` until ``is_done``; ``close`` always."""
+
+    def __init__(self, plan: GenerationPlan, services: ChoiceServices, timeline: Timeline) -> None:
+        self.plan = plan
+        self.timeline = timeline
+        self.error: IsthmusError | None = None
+        self.choices = [
+            Choice(number * plan.num_choices + k, prompt, plan, services, self)
+            for number, prompt in enumerate(plan.prompts)
+            for k in range(plan.num_choices)
+        ]
+        self._clock = services.clock
+        self._news = asyncio.Event()
+        self._changed: dict[int, Choice] = {}
+        self._num_done = 0
+        self._accounting: Accounting | None = Accounting(self)
+        self._deadline = asyncio.get_running_loop().call_later(
+            max(0, plan.deadline_ns - services.clock.now_ns()) / NS_PER_S, self._expire
+        )
+
+    # --- driven by the HTTP side ----------------------------------------------------------------
+    def start(self) -> None:
+        """Sends the first choice of every prompt; the others follow when its prompt is computed."""
+        for choice in self.choices[:: self.plan.num_choices]:
+            if self.error is None:
+                choice.submit()
+
+    @property
+    def is_done(self) -> bool:
+        return self._num_done == len(self.choices)
+
+    @property
+    def has_first_token(self) -> bool:
+        return any(choice.num_output_tokens for choice in self.choices)
+
+    async def wait(self) -> None:
+        """Returns when there is something to take or all is done; raises what ended the request."""
+        if not self._changed and not self.is_done:
+            await self._news.wait()
+        self._news.clear()
+        if self.error is not None:
+            raise self.error
+
+    async def wait_all(self) -> None:
+        """Returns when every choice has finished; raises what ended the request."""
+        while not self.is_done:
+            await self._news.wait()
+            self._news.clear()
+            if self.error is not None:
+                raise self.error
+
+    def take(self) -> list[tuple[Choice, ChoiceDelta]]:
+        """What each choice has gained since the last call, merged."""
+        changed, self._changed = self._changed, {}
+        return [(choice, choice.take()) for choice in changed.values()]
+
+    def mark_flushed(self, *, has_content: bool) -> None:
+        """Call after bytes with content have been handed to the client's connection."""
+        now_ns = self._clock.now_ns()
+        if has_content:
+            self.timeline.mark(Event.FIRST_FLUSH, now_ns)
+        if self.is_done:
+            self.timeline.mark(Event.FINISHED, now_ns)
+
+    def cancel(self) -> None:
+        """The client went away: aborts everywhere, whatever the stage."""
+        if self.error is None and self._accounting is not None:
+            stage = "decode" if self.has_first_token else "first_token"
+            metrics.CANCELS.labels(stage=stage).inc()
+            self._end_with(CancelledError("the client went away", stage=stage))
+
+    def fail(self, error: IsthmusError) -> None:
+        """Ends the request from outside."""
+        if self.error is None:
+            self._end_with(error)
+
+    def close(self) -> None:
+        """Frees everything and counts the request, once."""
+        self._deadline.cancel()
+        if self._accounting is not None:
+            if not self.is_done and self.error is None:
+                self.cancel()
+            accounting, self._accounting = self._accounting, None
+            accounting.count()
+
+    # --- ChoiceOwner ----------------------------------------------------------------------------
+    def on_first_token(self, choice: Choice) -> None:
+        if choice.index % self.plan.num_choices == 0:
+            self._fan_out(choice)
+
+    def on_change(self, choice: Choice) -> None:
+        self._changed[choice.index] = choice
+        if choice.state is ChoiceState.FINISHED:
+            self._num_done += 1
+        self._news.set()
+
+    def on_choice_failed(self, error: IsthmusError) -> None:
+        """One sequence lost is the request lost: an answer with a hole in it helps nobody."""
+        if self.error is None:
+            self._end_with(error)
+
+    # --- inside ---------------------------------------------------------------------------------
+    def _fan_out(self, first: Choice) -> None:
+        """The prompt's KV lies on the first choice's decode instance now: the others go there."""
+        decision = first.decision
+        instance = decision.decode.instance_id if decision and decision.decode else None
+        for choice in self.choices[first.index + 1 : first.index + self.plan.num_choices]:
+            if self.error is None:
+                choice.prompt_logprobs = first.prompt_logprobs
+                choice.submit(instance)
+
+    def _expire(self) -> None:
+        stage = "decode" if self.has_first_token else "first_token"
+        seconds = (self.plan.deadline_ns - self.plan.arrival_ns) / NS_PER_S
+        message = f"the request did not end within {seconds:g} s (stage: {stage})"
+        self.fail(DeadlineError(message, stage=stage))
+
+    def _end_with(self, error: IsthmusError) -> None:
+        self.error = error
+        for choice in self.choices:
+            choice.abort(error.code)
+        self._news.set()

@@ -1,0 +1,220 @@
+"""An exchange in the words of OpenAI's two generation APIs. Plain dicts: this runs per token.
+
+A token's text in logprobs may be half a character; the chat form gives its exact bytes beside it,
+the older form writes such a token as ``bytes:\\xe2\\x82`` so that distinct tokens stay distinct.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+from isthmus.common.types import FinishReason, TokenLogprob
+from isthmus.gateway.accounting import num_cached_tokens
+from isthmus.gateway.choice import Choice
+from isthmus.gateway.exchange import Exchange
+from isthmus.gateway.plan import ChoiceDelta
+from isthmus.gateway.tokenizer import TextTokenizer
+
+LEAST_LOGPROB = -9999.0
+"""Stands for −∞, which JSON cannot say."""
+
+
+class AnswerFormat(Protocol):
+    def chunks(self, choice: Choice, delta: ChoiceDelta) -> Iterable[dict[str, Any]]: ...
+
+    def usage_chunk(self, exchange: Exchange) -> dict[str, Any] | None: ...
+
+    def whole(self, exchange: Exchange) -> dict[str, Any]: ...
+
+
+class ChatFormat:
+    def __init__(
+        self, answer_id: str, model: str, created: int, tokenizer: TextTokenizer, *, usage: bool
+    ) -> None:
+        self._head = {"id": f"chatcmpl-{answer_id}", "created": created, "model": model}
+        self._tokenizer = tokenizer
+        self._has_usage = usage
+        self._begun: set[int] = set()
+
+    def chunks(self, choice: Choice, delta: ChoiceDelta) -> Iterable[dict[str, Any]]:
+        if choice.index not in self._begun:
+            self._begun.add(choice.index)
+            yield self._chunk(choice.index, {"role": "assistant", "content": ""}, None, None)
+        content = {"content": delta.text} if delta.text else {}
+        logprobs = self._logprobs(delta) if delta.logprobs else None
+        if content or logprobs or delta.finish_reason:
+            yield self._chunk(choice.index, content, logprobs, delta.finish_reason)
+
+    def usage_chunk(self, exchange: Exchange) -> dict[str, Any] | None:
+        if not self._has_usage:
+            return None
+        head = {**self._head, "object": "chat.completion.chunk"}
+        return {**head, "choices": [], "usage": usage_of(exchange)}
+
+    def whole(self, exchange: Exchange) -> dict[str, Any]:
+        choices = []
+        for choice in exchange.choices:
+            delta = choice.take()
+            choices.append(
+                {
+                    "index": choice.index,
+                    "message": {"role": "assistant", "content": delta.text, "refusal": None},
+                    "logprobs": self._logprobs(delta) if delta.logprobs else None,
+                    "finish_reason": _reason(delta.finish_reason),
+                    "stop_reason": delta.stop_reason,
+                }
+            )
+        head = {**self._head, "object": "chat.completion"}
+        return {**head, "choices": choices, "usage": usage_of(exchange)}
+
+    def _chunk(
+        self,
+        index: int,
+        content: dict[str, Any],
+        logprobs: dict[str, Any] | None,
+        reason: FinishReason | None,
+    ) -> dict[str, Any]:
+        chunk: dict[str, Any] = {
+            **self._head,
+            "object": "chat.completion.chunk",
+            "choices": [
+                {
+                    "index": index,
+                    "delta": content,
+                    "logprobs": logprobs,
+                    "finish_reason": _reason(reason),
+                }
+            ],
+        }
+        if self._has_usage:
+            chunk["usage"] = None
+        return chunk
+
+    def _logprobs(self, delta: ChoiceDelta) -> dict[str, Any]:
+        content = []
+        for item in delta.logprobs:
+            entry = self._token(item.token_id, item.logprob)
+            entry["top_logprobs"] = [self._token(token, value) for token, value in item.top]
+            content.append(entry)
+        return {"content": content, "refusal": None}
+
+    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
+        data = token_bytes(self._tokenizer, token_id)
+        return {
+            "token": data.decode(errors="replace"),
+            "logprob": max(logprob, LEAST_LOGPROB),
+            "bytes": list(data),
+        }
+
+
+class CompletionFormat:
+    def __init__(
+        self, answer_id: str, model: str, created: int, tokenizer: TextTokenizer, *, usage: bool
+    ) -> None:
+        self._head = {
+            "id": f"cmpl-{answer_id}",
+            "object": "text_completion",
+            "created": created,
+            "model": model,
+        }
+        self._tokenizer = tokenizer
+        self._has_usage = usage
+        self._begun: set[int] = set()
+        self._offsets: dict[int, int] = {}
+
+    def chunks(self, choice: Choice, delta: ChoiceDelta) -> Iterable[dict[str, Any]]:
+        chunk = {**self._head, "choices": [self._choice(choice, delta)]}
+        if self._has_usage:
+            chunk["usage"] = None
+        yield chunk
+
+    def usage_chunk(self, exchange: Exchange) -> dict[str, Any] | None:
+        if not self._has_usage:
+            return None
+        return {**self._head, "choices": [], "usage": usage_of(exchange)}
+
+    def whole(self, exchange: Exchange) -> dict[str, Any]:
+        choices = [self._choice(choice, choice.take()) for choice in exchange.choices]
+        return {**self._head, "choices": choices, "usage": usage_of(exchange)}
+
+    def _choice(self, choice: Choice, delta: ChoiceDelta) -> dict[str, Any]:
+        text = delta.text
+        items: list[tuple[int, float | None, Sequence[tuple[int, float]]]] = []
+        if choice.is_echo and choice.index not in self._begun:
+            text = choice.prompt.text + text
+            items += self._prompt_items(choice)
+        self._begun.add(choice.index)
+        items += [(item.token_id, item.logprob, _with_chosen(item)) for item in delta.logprobs]
+        return {
+            "index": choice.index,
+            "text": text,
+            "logprobs": self._logprobs(choice.index, items) if items else None,
+            "finish_reason": _reason(delta.finish_reason),
+            "stop_reason": delta.stop_reason,
+        }
+
+    def _prompt_items(
+        self, choice: Choice
+    ) -> list[tuple[int, float | None, Sequence[tuple[int, float]]]]:
+        """Nothing is known of the first token's probability: nothing came before it."""
+        if not choice.has_prompt_logprobs:
+            return []
+        rest = [(p.token_id, p.logprob, _with_chosen(p)) for p in choice.prompt_logprobs]
+        return [(choice.prompt.token_ids[0], None, ()), *rest]
+
+    def _logprobs(
+        self, index: int, items: Sequence[tuple[int, float | None, Sequence[tuple[int, float]]]]
+    ) -> dict[str, Any]:
+        offset = self._offsets.get(index, 0)
+        tokens, values, tops, offsets = [], [], [], []
+        for token_id, logprob, top in items:
+            token = self._text(token_id)
+            tokens.append(token)
+            values.append(None if logprob is None else max(logprob, LEAST_LOGPROB))
+            named = {self._text(other): max(value, LEAST_LOGPROB) for other, value in top}
+            tops.append(None if logprob is None else named)
+            offsets.append(offset)
+            offset += len(token_bytes(self._tokenizer, token_id).decode(errors="ignore"))
+        self._offsets[index] = offset
+        return {
+            "tokens": tokens,
+            "token_logprobs": values,
+            "top_logprobs": tops,
+            "text_offset": offsets,
+        }
+
+    def _text(self, token_id: int) -> str:
+        data = token_bytes(self._tokenizer, token_id)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def token_bytes(tokenizer: TextTokenizer, token_id: int) -> bytes:
+    table = tokenizer.token_bytes
+    return table[token_id] if token_id < len(table) else b""
+
+
+def usage_of(exchange: Exchange) -> dict[str, Any]:
+    """Every prompt counts once, however many choices were drawn from it."""
+    prompt = sum(len(prompt.token_ids) for prompt in exchange.plan.prompts)
+    output = sum(choice.num_output_tokens for choice in exchange.choices)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": output,
+        "total_tokens": prompt + output,
+        "prompt_tokens_details": {"cached_tokens": num_cached_tokens(exchange)},
+    }
+
+
+def _with_chosen(item: TokenLogprob) -> Sequence[tuple[int, float]]:
+    """The older API lists the chosen token among the alternatives, even beyond the asked number."""
+    if not item.top or any(token == item.token_id for token, _ in item.top):
+        return item.top
+    return (*item.top, (item.token_id, item.logprob))
+
+
+def _reason(reason: FinishReason | None) -> str | None:
+    return None if reason is None else reason.value

@@ -1,0 +1,51 @@
+"""What one HTTP request asks for, checked and tokenised: the input of an ``Exchange``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from isthmus.common.ids import BlockHash
+from isthmus.common.types import FinishReason, SamplingParams, TokenLogprob
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedPrompt:
+    """``text`` is what ``echo`` repeats."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    block_hashes: tuple[BlockHash, ...]
+    max_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationPlan:
+    """``prompts`` × ``num_choices`` sequences: index ``prompt * num_choices + k`` in the answer."""
+
+    request_id: str
+    model: str
+    prompts: tuple[PreparedPrompt, ...]
+    num_choices: int
+    sampling: SamplingParams
+    """Of choice 0, but for ``max_tokens``, which each prompt has for itself."""
+    stop_strings: tuple[str, ...]
+    arrival_ns: int
+    deadline_ns: int
+    tenant: str = ""
+    priority: int = 0
+    cache_salt: str = ""
+    is_echo: bool = False
+    has_output: bool = True
+    """False when only the echoed prompt is wanted (``max_tokens`` 0)."""
+
+
+@dataclass(slots=True)
+class ChoiceDelta:
+    """What a choice has gained since it was last looked at."""
+
+    text: str = ""
+    num_tokens: int = 0
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    """The stop string, or the id of the stop token that the client asked for."""

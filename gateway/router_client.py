@@ -1,0 +1,111 @@
+"""The gateway's way to the router, which it embeds: decisions out, outcomes in.
+
+Also answers what the gateway must know of the cluster before it can ask: block size and fingerprint
+for the hashes, the longest sequence, who is there. All synchronous and CPU only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from isthmus.common.cluster import InstanceInfo, InstanceState, Role
+from isthmus.common.errors import InstanceLostError, IsthmusError, TransferError
+from isthmus.common.hashing import block_hashes, root_hash
+from isthmus.common.ids import BlockHash, InstanceId, RequestId
+from isthmus.common.types import InstanceRef, LocalPrefillReason, RouteDecision
+from isthmus.gateway.plan import GenerationPlan, PreparedPrompt
+from isthmus.router.router import Router
+from isthmus.router.types import Outcome, RouteQuery
+
+_SERVING = (InstanceState.READY, InstanceState.DRAINING)
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceQuery:
+    """One sequence to be placed: the parts of a RouteQuery that the choice knows."""
+
+    request_id: RequestId
+    plan: GenerationPlan
+    prompt: PreparedPrompt
+    num_resumed_tokens: int
+    exclude: frozenset[InstanceId]
+    prefer_decode: InstanceId | None
+    needs_whole_prompt: bool
+
+    def to_route_query(self) -> RouteQuery:
+        return RouteQuery(
+            request_id=self.request_id,
+            model=self.plan.model,
+            num_prompt_tokens=len(self.prompt.token_ids) + self.num_resumed_tokens,
+            block_hashes=self.prompt.block_hashes,
+            priority=self.plan.priority,
+            tenant=self.plan.tenant,
+            max_output_tokens=max(1, self.prompt.max_tokens - self.num_resumed_tokens),
+            exclude=self.exclude,
+            prefer_decode=self.prefer_decode,
+            needs_whole_prompt=self.needs_whole_prompt,
+        )
+
+
+class RouterClient:
+    def __init__(self, router: Router) -> None:
+        self._router = router
+
+    def route(self, query: ChoiceQuery) -> RouteDecision:
+        """Raises NoInstanceError or CapacityError."""
+        return self._router.route(query.to_route_query())
+
+    def reroute(
+        self, query: ChoiceQuery, last: RouteDecision, error: IsthmusError, failed: InstanceId
+    ) -> RouteDecision:
+        """A new decision after ``last`` came to nothing; its reservation is given back first."""
+        self.report_failed(last, error, failed)
+        return self._router.reroute(query.to_route_query(), failed, error.code)
+
+    def report_first_token(self, decision: RouteDecision) -> None:
+        self._router.report(decision.decision_id, Outcome.first_token())
+
+    def report_finished(
+        self, decision: RouteDecision, local_reason: LocalPrefillReason, tpot_ms: float | None
+    ) -> None:
+        prefill_failed = local_reason is LocalPrefillReason.PREFILL_FAILED
+        blamed = decision.prefill.instance_id if prefill_failed and decision.prefill else None
+        self._router.report(decision.decision_id, Outcome.finished(tpot_ms, blamed))
+
+    def report_cancelled(self, decision: RouteDecision) -> None:
+        self._router.report(decision.decision_id, Outcome.cancelled())
+
+    def report_failed(
+        self, decision: RouteDecision, error: IsthmusError, failed: InstanceId
+    ) -> None:
+        """Blames an instance only for what an instance can do wrong."""
+        if isinstance(error, InstanceLostError | TransferError) or error.http_status == 500:
+            outcome = Outcome.failed(failed or None)
+        elif error.retryable:
+            outcome = Outcome.refused()
+        else:
+            outcome = Outcome.failed(None)
+        self._router.report(decision.decision_id, outcome)
+
+    def instances(self) -> list[InstanceInfo]:
+        return [view.info for view in self._router.cluster]
+
+    def decode_refs(self) -> list[InstanceRef]:
+        """Instances to which a stream must be open."""
+        return [
+            info.ref
+            for info in self.instances()
+            if info.role in (Role.DECODE, Role.MIXED) and info.state in _SERVING
+        ]
+
+    def hash_prompt(self, token_ids: Sequence[int], cache_salt: str) -> tuple[BlockHash, ...]:
+        """Hashes of the full blocks, as the instances make them; empty while none is known."""
+        for info in self.instances():
+            root = root_hash(info.kv_layout.model_fingerprint, cache_salt)
+            return tuple(block_hashes(token_ids, info.block_size, root))
+        return ()
+
+    def max_model_len(self) -> int | None:
+        """The longest sequence that every serving instance accepts; None while none is known."""
+        return min((info.max_model_len for info in self.instances()), default=None)

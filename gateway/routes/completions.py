@@ -1,0 +1,131 @@
+"""POST /v1/chat/completions and /v1/completions."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import orjson
+from fastapi import APIRouter
+from isthmus.common import metrics
+from isthmus.common.clock import NS_PER_MS, NS_PER_S
+from isthmus.common.errors import CancelledError, DeadlineError
+from isthmus.common.timeline import Event, Timeline
+from isthmus.common.types import LocalPrefillReason
+from isthmus.gateway.context import admit, gateway_of, internal_id, request_id_of
+from isthmus.gateway.exchange import Exchange
+from isthmus.gateway.formats import AnswerFormat, ChatFormat, CompletionFormat
+from isthmus.gateway.limits import Slot, read_body
+from isthmus.gateway.pipeline import Arrival
+from isthmus.gateway.plan import GenerationPlan
+from isthmus.gateway.schemas import ChatBody, CompletionBody, GenerationBody, parse_body
+from isthmus.gateway.sse import EventStreamResponse, cancel_when_client_leaves
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+router = APIRouter()
+BodyT = TypeVar("BodyT", bound=GenerationBody)
+Planner = Callable[[BodyT, Arrival], Awaitable[GenerationPlan]]
+
+
+def _body_schema(model: type[GenerationBody]) -> dict[str, Any]:
+    schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
+    schema.pop("$defs", None)
+    return {"requestBody": {"content": {"application/json": {"schema": schema}}, "required": True}}
+
+
+@router.post("/v1/chat/completions", openapi_extra=_body_schema(ChatBody))
+async def create_chat(request: Request) -> Response:
+    planner = gateway_of(request).pipeline.plan_chat
+    return await _create(request, ChatBody, planner, ChatFormat)
+
+
+@router.post("/v1/completions", openapi_extra=_body_schema(CompletionBody))
+async def create_completion(request: Request) -> Response:
+    planner = gateway_of(request).pipeline.plan_completion
+    return await _create(request, CompletionBody, planner, CompletionFormat)
+
+
+async def _create(
+    request: Request,
+    model: type[BodyT],
+    planner: Planner[BodyT],
+    form: type[ChatFormat] | type[CompletionFormat],
+) -> Response:
+    """Admission before the body, the body before the tokens, the tokens before any instance."""
+    gateway = gateway_of(request)
+    identity = admit(request)
+    slot = gateway.limiter.acquire()
+    try:
+        raw = await _read(request)
+        arrived_ns = gateway.clock.now_ns()
+        arrival = Arrival(
+            request_id=internal_id(request),
+            identity=identity,
+            timeline=Timeline({Event.ARRIVED: arrived_ns}),
+            arrived_ns=arrived_ns,
+        )
+        body = parse_body(model, raw)
+        plan = await planner(body, arrival)
+        exchange = Exchange(plan, gateway.services, arrival.timeline)
+        answer = form(
+            plan.request_id,
+            plan.model,
+            arrived_ns // NS_PER_S,
+            gateway.pipeline.tokenizer,
+            usage=body.wants_usage_chunk,
+        )
+        return await _answer(request, exchange, answer, slot, streams=bool(body.stream))
+    except BaseException:
+        slot.release()
+        raise
+
+
+async def _read(request: Request) -> bytes:
+    config = gateway_of(request).config
+    try:
+        async with asyncio.timeout(config.request_timeout_ms * NS_PER_MS / NS_PER_S):
+            return await read_body(request, config)
+    except ClientDisconnect as error:
+        metrics.CANCELS.labels(stage="receive").inc()
+        raise CancelledError("the client went away", stage="receive") from error
+    except TimeoutError as error:
+        raise DeadlineError("the body did not arrive in time", stage="receive") from error
+
+
+async def _answer(
+    request: Request, exchange: Exchange, answer: AnswerFormat, slot: Slot, *, streams: bool
+) -> Response:
+    """Waits for the first token (or all) before any header, so that a failure has its status."""
+    is_handed_over = False
+    try:
+        async with cancel_when_client_leaves(request.receive, exchange):
+            exchange.start()
+            await (exchange.wait() if streams else exchange.wait_all())
+        headers = _headers(request, exchange)
+        if streams:
+            response: Response = EventStreamResponse(exchange, answer, headers, slot.release)
+            is_handed_over = True
+            return response
+        content = orjson.dumps(answer.whole(exchange))
+        exchange.mark_flushed(has_content=True)
+        return Response(content, headers=headers, media_type="application/json")
+    finally:
+        if not is_handed_over:
+            exchange.close()
+            slot.release()
+
+
+def _headers(request: Request, exchange: Exchange) -> dict[str, str]:
+    """The id, and the decision for the first choice: which instances, and why not two of them."""
+    headers = {"x-request-id": request_id_of(request)}
+    first = exchange.choices[0]
+    decision = first.decision
+    if decision is not None and decision.decode is not None:
+        headers["x-isthmus-decode"] = decision.decode.instance_id
+    if decision is not None and decision.prefill is not None:
+        headers["x-isthmus-prefill"] = decision.prefill.instance_id
+    if first.local_reason is not LocalPrefillReason.NONE:
+        headers["x-isthmus-local-prefill"] = first.local_reason.value
+    return headers

@@ -1,0 +1,85 @@
+"""The gateway's application on a real loopback port, with fake decode instances behind it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import openai
+import uvicorn
+from isthmus.common.clock import SystemClock
+from isthmus.common.config import ClusterConfig
+from isthmus.common.model_files import locate_model
+from isthmus.gateway.app import ModelIdentity, build_gateway, create_app
+from isthmus.gateway.context import Gateway
+from isthmus.gateway.tokenizer import TextTokenizer, load_tokenizer
+from isthmus.router.router import Router
+
+from tests.support.fake_decode import FakeDecode
+from tests.support.poll import poll_until
+from tests.support.tiny_tokenizer import write_tiny_model
+
+
+@dataclass
+class RunningGateway:
+    url: str
+    gateway: Gateway
+    router: Router
+    tokenizer: TextTokenizer
+
+    def openai(self, api_key: str = "none", max_retries: int = 0) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(
+            base_url=f"{self.url}/v1", api_key=api_key, max_retries=max_retries
+        )
+
+    def http(self) -> httpx.AsyncClient:
+        return httpx.AsyncClient(base_url=self.url, timeout=20)
+
+    def ids(self, text: str) -> tuple[int, ...]:
+        return tuple(self.tokenizer.encode(text, add_special_tokens=False))
+
+    async def join(self, fake: FakeDecode) -> None:
+        """Registers the instance and waits until its stream is open."""
+        self.router.state.registered(fake.info)
+        self.router.state.reported(fake.load_report())
+        self.gateway.decode_client.follow(self.gateway.router.decode_refs())
+        await poll_until(lambda: self.gateway.decode_client.is_live(fake.info.instance_id))
+
+
+@asynccontextmanager
+async def running_gateway(
+    folder: Path, fakes: Sequence[FakeDecode] = (), config: ClusterConfig | None = None
+) -> AsyncIterator[RunningGateway]:
+    """Starts the fakes too. At the end nothing may be in flight any more."""
+    config = config or ClusterConfig()
+    tokenizer = load_tokenizer(locate_model(str(write_tiny_model(folder / "tiny"))))
+    router = Router(config.router, SystemClock())
+    gateway = build_gateway(config, ModelIdentity(tokenizer, "tiny"), router, SystemClock())
+    server = uvicorn.Server(
+        uvicorn.Config(
+            create_app(gateway), host="127.0.0.1", port=0, log_level="warning", lifespan="off"
+        )
+    )
+    serving = asyncio.create_task(server._serve())
+    running: RunningGateway | None = None
+    try:
+        await poll_until(lambda: server.started or serving.done())
+        port = server.servers[0].sockets[0].getsockname()[1]
+        running = RunningGateway(f"http://127.0.0.1:{port}", gateway, router, tokenizer)
+        for fake in fakes:
+            await fake.start()
+            await running.join(fake)
+        yield running
+        await poll_until(lambda: gateway.limiter.num_inflight == 0)
+        assert gateway.decode_client.num_requests() == 0
+        assert router.snapshot().num_reservations == 0
+    finally:
+        server.should_exit = True
+        await serving
+        await gateway.close()
+        for fake in fakes:
+            await fake.kill()
