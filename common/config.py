@@ -98,6 +98,9 @@ class LifecycleConfig(Node):
     actuator: Literal["ray", "process"] = Field(
         "ray", description="who starts and restarts workers: Ray actors, or plain processes"
     )
+    ray_address: str = Field(
+        "", description="a running Ray cluster to join, host:port or auto; empty = a private one"
+    )
 
 
 class LoggingConfig(Node):

@@ -1,0 +1,110 @@
+"""The other side of ControlService, and of an instance's own figures: for the command line."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import grpc.aio
+from isthmus.common.cluster import InstanceInfo, LoadReport, Role
+from isthmus.common.errors import IsthmusError
+from isthmus.common.rpc import create_channel, error_from_rpc
+from isthmus.protos.convert import info_from_pb, load_from_pb, role_from_pb, role_to_pb
+from isthmus.protos.v1 import control_pb2, control_pb2_grpc, instance_pb2, instance_pb2_grpc
+
+CALL_TIMEOUT_S = 3.0
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceStatus:
+    """``info`` is None while the instance has not registered, ``load`` when it did not answer."""
+
+    instance_id: str
+    role: Role
+    pid: int
+    num_restarts: int
+    last_exit: str
+    info: InstanceInfo | None
+    load: LoadReport | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterStatus:
+    cluster: str
+    model: str
+    gateway_url: str
+    instances: tuple[InstanceStatus, ...]
+
+
+async def cluster_status(control_address: str) -> ClusterStatus:
+    """What the control process says, with the load of every instance that answers.
+
+    Raises IsthmusError when the control process does not answer.
+    """
+    async with create_channel(control_address) as channel:
+        stub = control_pb2_grpc.ControlServiceStub(channel)
+        request = control_pb2.ListInstancesRequest()
+        reply = await _call(stub.ListInstances(request, timeout=CALL_TIMEOUT_S), control_address)
+    instances = await asyncio.gather(*(_with_load(item) for item in reply.instances))
+    return ClusterStatus(
+        reply.cluster, reply.model, f"http://{reply.gateway_address}", tuple(instances)
+    )
+
+
+async def scale(control_address: str, role: Role, replicas: int) -> int:
+    """Sets the wanted replicas of a role and returns the old number. Waits for drains."""
+    async with create_channel(control_address) as channel:
+        stub = control_pb2_grpc.ControlServiceStub(channel)
+        request = control_pb2.ScaleRequest(role=role_to_pb(role), replicas=replicas)
+        reply = await _call(stub.Scale(request, timeout=60.0), control_address)
+    return int(reply.old_replicas)
+
+
+async def shut_down(control_address: str, reason: str) -> None:
+    async with create_channel(control_address) as channel:
+        stub = control_pb2_grpc.ControlServiceStub(channel)
+        request = control_pb2.ShutdownRequest(reason=reason)
+        await _call(stub.Shutdown(request, timeout=CALL_TIMEOUT_S), control_address)
+
+
+async def _with_load(item: control_pb2.ManagedInstance) -> InstanceStatus:
+    info = info_from_pb(item.info) if item.HasField("info") else None
+    return InstanceStatus(
+        instance_id=item.instance_id,
+        role=role_from_pb(item.role),
+        pid=item.pid,
+        num_restarts=item.num_restarts,
+        last_exit=item.last_exit,
+        info=info,
+        load=None if info is None else await _load(info.address),
+    )
+
+
+async def _load(address: str) -> LoadReport | None:
+    """The first load report of an instance; None when it gives none in time."""
+    async with create_channel(address) as channel:
+        stub = instance_pb2_grpc.InstanceServiceStub(channel)
+        call = stub.WatchLoad(instance_pb2.WatchLoadRequest(interval_ms=100), timeout=2.0)
+        try:
+            async for reply in call:
+                return load_from_pb(reply.report)
+        except grpc.aio.AioRpcError:
+            return None
+        finally:
+            call.cancel()
+    return None
+
+
+async def _call(call: Awaitable[_T], peer: str) -> _T:
+    try:
+        return await call
+    except grpc.aio.AioRpcError as error:
+        raise error_from_rpc(error, peer=peer, stage="control") from error
+
+
+def is_gone(error: IsthmusError) -> bool:
+    """Whether an error means that nobody listens there any more."""
+    return error.code in ("instance_lost", "deadline_exceeded")

@@ -1,0 +1,56 @@
+"""Which process runs on which cores. Pure.
+
+Two engines that share a core make each other's step times jump; one core each keeps them steady,
+and the kernel moves the light processes (gateway, control plane) around them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from isthmus.common.cluster import Role
+from isthmus.common.config import ClusterConfig
+from isthmus.controlplane.actuators.base import pool_of
+
+
+def instance_name(role: Role, index: int) -> str:
+    return f"{role.value}-{index}"
+
+
+def desired_replicas(config: ClusterConfig) -> dict[Role, int]:
+    return {role: pool_of(config, role).replicas for role in Role}
+
+
+def plan_cpus(config: ClusterConfig, cores: Sequence[int]) -> dict[str, tuple[int, ...]]:
+    """Cores of each instance by name; an empty tuple means "not pinned".
+
+    A pool with ``cpus`` of its own has each of its instances pinned to just these. The others get
+    disjoint cores, as many as their engine has threads, when there are enough for all of them and
+    there is more than one instance to keep apart.
+    """
+    wanted = [
+        (instance_name(role, index), pool_of(config, role))
+        for role, replicas in desired_replicas(config).items()
+        for index in range(replicas)
+    ]
+    taken = {core for _, pool in wanted for core in pool.cpus}
+    free = [core for core in cores if core not in taken]
+    is_roomy = len(wanted) > 1 and len(free) >= sum(
+        pool.engine.num_threads for _, pool in wanted if not pool.cpus
+    )
+    plan: dict[str, tuple[int, ...]] = {}
+    for name, pool in wanted:
+        if pool.cpus:
+            plan[name] = tuple(pool.cpus)
+        elif is_roomy:
+            plan[name] = tuple(free[: pool.engine.num_threads])
+            free = free[pool.engine.num_threads :]
+        else:
+            plan[name] = ()
+    return plan
+
+
+def with_cpus(config: ClusterConfig, role: Role, cpus: tuple[int, ...]) -> ClusterConfig:
+    """The configuration of one instance that runs on ``cpus``."""
+    pool = pool_of(config, role).model_copy(update={"cpus": list(cpus)})
+    return config.model_copy(update={role.value: pool})

@@ -1,0 +1,194 @@
+"""What would make a start fail, found before anything is started. Each failure is one sentence.
+
+The memory figure is an estimate from the model's files (parameters × bytes each, the KV blocks that
+were asked for, and a fixed part per process), compared with what the machine, or the container this
+runs in, has left.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib.util
+import json
+import os
+import socket
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import psutil
+from isthmus.common.cluster import Role
+from isthmus.common.config import ClusterConfig, ModelConfig, PoolConfig
+from isthmus.common.errors import ConfigError, ModelFileError
+from isthmus.common.gguf_file import read_gguf
+from isthmus.common.model_files import ModelFiles, ModelKind, locate_model
+from isthmus.controlplane.actuators.base import pool_of
+
+GIB = 2**30
+PROCESS_BYTES = 450 * 2**20  # Python, torch and gRPC of one worker
+CONTROL_BYTES = 300 * 2**20  # gateway and control plane
+RAY_BYTES = 600 * 2**20
+_DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+def check(config: ClusterConfig) -> ClusterConfig:
+    """The configuration with a free gateway port chosen where 0 was asked for.
+
+    Raises ConfigError or ModelError.
+    """
+    _check_pools(config)
+    _check_packages(config)
+    files = locate_model(config.model.path)
+    estimate = estimate_memory(config, files)
+    check_memory(estimate, available_memory())
+    if config.registry.port:
+        probe_port(config.registry.host, config.registry.port, "--set registry.port=…")
+    port = probe_port(config.gateway.host, config.gateway.port, "--port")
+    return config.model_copy(update={"gateway": config.gateway.model_copy(update={"port": port})})
+
+
+def _check_pools(config: ClusterConfig) -> None:
+    if config.decode.replicas + config.mixed.replicas == 0:
+        message = "nothing would decode: ask for at least one decode or mixed instance"
+        raise ConfigError(message, stage="start")
+    sizes = {pool_of(config, role).engine.block_size for role in _active_roles(config)}
+    if len(sizes) > 1:
+        message = f"all pools must have one block_size, not {', '.join(map(str, sorted(sizes)))}"
+        raise ConfigError(message, stage="start")
+
+
+def _check_packages(config: ClusterConfig) -> None:
+    needed = {"torch": "pip install 'isthmus[worker]'"}
+    if config.transfer.connector == "nixl" and config.prefill.replicas:
+        needed["nixl_cu13"] = "pip install 'isthmus[nixl]', or use --set transfer.connector=local"
+    if config.lifecycle.actuator == "ray":
+        needed["ray"] = "pip install 'isthmus[ray]', or use --actuator process"
+    for module, advice in needed.items():
+        if importlib.util.find_spec(module) is None:
+            raise ConfigError(f"{module} is not installed: {advice}", stage="start")
+
+
+def _active_roles(config: ClusterConfig) -> list[Role]:
+    return [role for role in Role if pool_of(config, role).replicas]
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryEstimate:
+    """Bytes of main memory; ``instances`` has one entry per role in use: (replicas, bytes each)."""
+
+    instances: dict[Role, tuple[int, int]]
+    rest: int
+
+    @property
+    def total(self) -> int:
+        return self.rest + sum(replicas * each for replicas, each in self.instances.values())
+
+    def explain(self) -> str:
+        parts = [
+            f"{replicas} {role.value} × {each / GIB:.1f}"
+            for role, (replicas, each) in self.instances.items()
+        ]
+        return f"{' + '.join(parts)} + {self.rest / GIB:.1f} for the rest"
+
+
+def estimate_memory(config: ClusterConfig, files: ModelFiles) -> MemoryEstimate:
+    weights = weight_bytes(config.model, files)
+    instances = {
+        role: (pool_of(config, role).replicas, _instance_bytes(pool_of(config, role), weights))
+        for role in _active_roles(config)
+    }
+    ray = RAY_BYTES if config.lifecycle.actuator == "ray" else 0
+    return MemoryEstimate(instances, CONTROL_BYTES + ray)
+
+
+def _instance_bytes(pool: PoolConfig, weights: int) -> int:
+    if pool.engine.device != "cpu":
+        return PROCESS_BYTES
+    # A fixed number of blocks is checked by the engine, which knows the size of a block.
+    kv = 0 if pool.engine.num_blocks else int(pool.engine.kv_cache_gib * GIB)
+    return PROCESS_BYTES + weights + kv
+
+
+def weight_bytes(model: ModelConfig, files: ModelFiles) -> int:
+    """Bytes of the weights once loaded. Raises ModelFileError."""
+    if files.kind is ModelKind.GGUF:
+        num_parameters = sum(
+            prod(tensor.shape) for tensor in read_gguf(files.path).tensors.values()
+        )
+        return num_parameters * _DTYPE_BYTES.get(model.dtype, 2)
+    stored = _stored_dtype(files.path)
+    size = sum(file.stat().st_size for file in files.path.glob("*.safetensors"))
+    return size * _DTYPE_BYTES.get(model.dtype, 2) // _DTYPE_BYTES.get(stored, 2)
+
+
+def _stored_dtype(folder: Path) -> str:
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelFileError(f"cannot read {folder}/config.json: {error}", stage="load") from error
+    if not isinstance(config, dict):
+        raise ModelFileError(f"{folder}/config.json holds no mapping", stage="load")
+    return str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
+
+
+def available_memory(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes that new processes can have: the machine's, or less where a container has a limit."""
+    available = int(psutil.virtual_memory().available)
+    try:
+        limit = (cgroup / "memory.max").read_text(encoding="ascii").strip()
+        if limit == "max":
+            return available
+        used = int((cgroup / "memory.current").read_text(encoding="ascii"))
+        stat = (cgroup / "memory.stat").read_text(encoding="ascii").split()
+        reclaimable = int(stat[stat.index("inactive_file") + 1])
+        return min(available, int(limit) - used + reclaimable)
+    except (OSError, ValueError):
+        return available
+
+
+def check_memory(estimate: MemoryEstimate, available: int) -> None:
+    if estimate.total > available:
+        message = (
+            f"not enough memory: about {estimate.total / GIB:.1f} GiB are needed "
+            f"({estimate.explain()}) and {available / GIB:.1f} GiB are free; use a smaller model, "
+            "fewer instances or a smaller --kv-cache-gib"
+        )
+        raise ConfigError(message, stage="start")
+
+
+def probe_port(host: str, port: int, option: str) -> int:
+    """The port if it can be bound, or a free one for 0. Raises ConfigError otherwise."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except socket.gaierror as error:
+        message = f"cannot listen on {host}: {error.strerror}"
+        raise ConfigError(message, stage="start") from error
+    with socket.socket(family, kind) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(address)
+        except OSError as error:
+            raise ConfigError(_explain_bind(host, port, option, error), stage="start") from error
+        return int(probe.getsockname()[1])
+
+
+def _explain_bind(host: str, port: int, option: str, error: OSError) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return f"port {port} on {host} is in use{_owner(port)}; choose another with {option}"
+    if error.errno == errno.EACCES:
+        return f"port {port} needs more rights than this user has; choose another with {option}"
+    return f"cannot listen on {host}:{port}: {os.strerror(error.errno or 0)}"
+
+
+def _owner(port: int) -> str:
+    """Who listens there, as far as this user may see it."""
+    try:
+        for connection in psutil.net_connections("tcp"):
+            is_listener = connection.status == psutil.CONN_LISTEN and connection.pid
+            if is_listener and connection.laddr.port == port:
+                return f" by process {connection.pid} ({psutil.Process(connection.pid).name()})"
+    except (psutil.Error, OSError):
+        return ""
+    return ""
