@@ -97,6 +97,11 @@ TRANSFER_SECONDS = Histogram(
     ["role", "instance"],
     buckets=_FAST,
 )
+NOTIFICATIONS_IGNORED = Counter(
+    "isthmus_kv_notifications_ignored",
+    "Notifications of a peer that changed nothing, by reason",
+    ["role", "instance", "reason"],
+)
 HOLD_EXPIRED = Counter("isthmus_kv_hold_expired", "Holds that ran out", ["role", "instance"])
 ABORTED = Counter("isthmus_aborted", "Sequences aborted in the engine", ["role", "instance"])
 INSTANCE_UP = Gauge("isthmus_instance_up", "1 while ready", ["role", "instance", "epoch"])

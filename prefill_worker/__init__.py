@@ -1,0 +1,1 @@
+"""The prefill role: computes prompts and pushes their KV to decode instances."""

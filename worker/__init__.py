@@ -1,0 +1,1 @@
+"""What the prefill and the decode worker share: process, engine thread, registration, services."""

@@ -1,0 +1,57 @@
+"""What a decode instance does when a prompt cannot be computed elsewhere after all. Pure.
+
+::
+
+    first token not delivered  ──▶ compute the same request here
+    first token delivered      ──▶ resume here: prompt + first token, sampling goes on at token 1
+
+The client sees only latency, unless the request itself is at fault: that error is final wherever
+the request goes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from isthmus.common.errors import (
+    AuthenticationError,
+    CancelledError,
+    ContextLengthError,
+    DeadlineError,
+    IsthmusError,
+    ModelNotFoundError,
+    UnsupportedParameterError,
+)
+from isthmus.common.types import Request
+
+# A plain InvalidRequestError is not among them: this instance has checked the request itself, so it
+# means that the two instances disagree, about a ticket for instance.
+_FINAL = (
+    AuthenticationError,
+    ContextLengthError,
+    ModelNotFoundError,
+    UnsupportedParameterError,
+)
+
+
+def can_fall_back(error: IsthmusError, request: Request, now_ns: int) -> bool:
+    """True when computing the prompt here may still serve the request."""
+    if isinstance(error, _FINAL):
+        return False
+    # The deadline of a transfer is not the request's own, and neither is the end of a session.
+    if isinstance(error, DeadlineError | CancelledError):
+        return now_ns < request.deadline_ns
+    return True
+
+
+def resumed(request: Request, delivered: tuple[int, ...]) -> Request:
+    """The request that continues after ``delivered`` tokens; itself when there are none."""
+    if not delivered:
+        return request
+    return replace(
+        request,
+        token_ids=request.token_ids + delivered,
+        num_resumed_tokens=request.num_resumed_tokens + len(delivered),
+        # They were delivered with the first token.
+        sampling=replace(request.sampling, prompt_logprobs=None),
+    )

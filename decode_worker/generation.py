@@ -1,0 +1,306 @@
+"""One request on its decode instance, from submission to its last token.
+
+::
+
+    QUEUED ──▶ PREFILLING ──▶ RECEIVING ──▶ RUNNING ──▶ FINISHED
+      │            │              │            ▲
+      │            └──────────────┴─ falls back┤
+      └── no prefill instance ────────────────┘
+    any ──▶ FAILED (told to the client) │ ABORTED (nobody listens any more)
+
+    state        owns                                            first token
+    QUEUED       a place in the line for blocks                  no
+    PREFILLING   the attempt (reservation, session, stream)      no
+    RECEIVING    the attempt                                     delivered
+    RUNNING      a sequence of the engine                        either
+
+Whatever a state owns is given back on every way out of it, by the code that runs the state. The
+deadline is a timer around all of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from enum import Enum
+
+from isthmus.common.clock import NS_PER_S
+from isthmus.common.errors import DeadlineError, InternalError, IsthmusError
+from isthmus.common.logging import get_logger
+from isthmus.common.prefill import PrefillFirstToken
+from isthmus.common.state_machine import Transitions
+from isthmus.common.timeline import Event, Timeline
+from isthmus.common.types import (
+    FinishReason,
+    InstanceRef,
+    LocalPrefillReason,
+    Request,
+    RouteDecision,
+    Usage,
+)
+from isthmus.decode_worker.events import Failed, Finished, Outbox, Started, TokenDelta
+from isthmus.decode_worker.fallback import can_fall_back, resumed
+from isthmus.decode_worker.prefill_client import PrefillClient
+from isthmus.decode_worker.remote_prefill import RemotePrefill
+from isthmus.decode_worker.reservations import Reservations
+from isthmus.engine.admission import check_request
+from isthmus.engine.types import Reservation, SequenceMode, SequenceUpdate
+from isthmus.worker.role import WorkerRuntime
+
+log = get_logger("generation")
+
+
+class GenerationState(Enum):
+    QUEUED = "queued"
+    PREFILLING = "prefilling"
+    RECEIVING = "receiving"
+    RUNNING = "running"
+    FINISHED = "finished"
+    FAILED = "failed"
+    ABORTED = "aborted"
+
+
+_ENDS = frozenset({GenerationState.FINISHED, GenerationState.FAILED, GenerationState.ABORTED})
+GENERATION_TRANSITIONS: Transitions[GenerationState] = Transitions(
+    {
+        GenerationState.QUEUED: frozenset({GenerationState.PREFILLING, GenerationState.RUNNING})
+        | _ENDS - {GenerationState.FINISHED},
+        GenerationState.PREFILLING: frozenset({GenerationState.RECEIVING, GenerationState.RUNNING})
+        | _ENDS - {GenerationState.FINISHED},
+        # FINISHED: the first token was the last.
+        GenerationState.RECEIVING: frozenset({GenerationState.RUNNING}) | _ENDS,
+        GenerationState.RUNNING: _ENDS,
+        GenerationState.FINISHED: frozenset(),
+        GenerationState.FAILED: frozenset(),
+        GenerationState.ABORTED: frozenset(),
+    }
+)
+
+
+class Generation:
+    """Lives on the event loop; ``run`` is its life."""
+
+    def __init__(
+        self,
+        runtime: WorkerRuntime,
+        client: PrefillClient,
+        reservations: Reservations,
+        request: Request,
+        decision: RouteDecision,
+        outbox: Outbox,
+    ) -> None:
+        self.request = request
+        self.state = GenerationState.QUEUED
+        self._runtime = runtime
+        self._client = client
+        self._reservations = reservations
+        self._decision = decision
+        self._outbox = outbox
+        self._timeline = Timeline()
+        self._delivered: list[int] = []
+        self._num_cached_tokens: int | None = None
+        self._local_reason = LocalPrefillReason.NONE
+        self._transferred_bytes = 0
+        self._first_reason: FinishReason | None = None
+        self._has_ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def run(self) -> None:
+        """Ends with the request. Cancelling it aborts the request in whatever state it is."""
+        try:
+            async with asyncio.timeout(self._seconds_left()):
+                await self._serve()
+        except TimeoutError:
+            self.fail(
+                DeadlineError(
+                    f"the deadline passed while the request was {self.state.value}",
+                    stage=self.state.value,
+                )
+            )
+        except IsthmusError as error:
+            self.fail(error)
+        except asyncio.CancelledError:
+            self._runtime.metrics.aborted()
+            if not GENERATION_TRANSITIONS.is_terminal(self.state):
+                log.info("aborted", request_id=self.request.request_id, stage=self.state.value)
+                self._move(GenerationState.ABORTED)
+            raise
+
+    async def _serve(self) -> None:
+        engine = self._runtime.engine
+        check_request(self.request, engine.max_model_len, engine.spec.vocab_size)
+        source = self._decision.prefill
+        if source is None:
+            reason = self._decision.local_reason
+            if reason is LocalPrefillReason.NONE:
+                reason = LocalPrefillReason.MIXED_ROLE
+            await self._run_here(self.request, reason)
+            return
+        try:
+            reservation = await self._prefill_at(source)
+        except IsthmusError as error:
+            await self._fall_back(source, error)
+            return
+        if reservation is None:
+            self._finish_with_first_token()
+        else:
+            await self._decode(reservation)
+
+    # --- prompt computed elsewhere ---------------------------------------------------------------
+
+    async def _prefill_at(self, source: InstanceRef) -> Reservation | None:
+        """The reservation with all KV in it, or None when the first token was the last."""
+        reservation = await self._reservations.acquire(self.request)
+        self._timeline.mark(Event.ADMITTED, self._now())
+        self._move(GenerationState.PREFILLING)
+        attempt = RemotePrefill(
+            self._runtime, self._client, self._reservations, self.request, source, self._timeline
+        )
+        try:
+            has_kv = await attempt.run(reservation, self._on_first_token)
+        finally:
+            self._transferred_bytes += attempt.num_bytes
+        return reservation if has_kv else None
+
+    def _on_first_token(self, first: PrefillFirstToken) -> None:
+        self._move(GenerationState.RECEIVING)
+        self._first_reason = first.finish_reason
+        self._start(first.num_cached_tokens)
+        self._deliver(
+            TokenDelta(
+                self.request.request_id,
+                (first.token_id,),
+                (first.logprob,) if first.logprob is not None else (),
+                first.prompt_logprobs,
+            )
+        )
+
+    def _finish_with_first_token(self) -> None:
+        reason = self._first_reason or FinishReason.LENGTH
+        token_id = self._delivered[-1]
+        is_stop = reason is FinishReason.STOP and token_id in self.request.sampling.stop_token_ids
+        self._finish(reason, token_id if is_stop else None)
+
+    async def _decode(self, reservation: Reservation) -> None:
+        self._timeline.mark(Event.KV_READY, self._now())
+        exposed_s = self._timeline.seconds(Event.PREFILLED, Event.KV_READY)
+        if exposed_s is not None:
+            self._runtime.metrics.kv_ready(exposed_s)
+        try:
+            self._runtime.engine.admit_with_kv(reservation, self.request, self._delivered[-1])
+        except BaseException:
+            self._reservations.give_back(reservation)
+            raise
+        self._runtime.cache_changed()
+        await self._run_in_engine()
+
+    async def _fall_back(self, source: InstanceRef, error: IsthmusError) -> None:
+        """Computes the prompt here, or what is left of it after the first token."""
+        if self.state is GenerationState.QUEUED or not can_fall_back(
+            error, self.request, self._now()
+        ):
+            raise error
+        log.warning(
+            "prefill failed, computing the prompt here",
+            request_id=self.request.request_id,
+            stage=error.stage or self.state.value,
+            instance=source.instance_id,
+            reason=error.message,
+        )
+        request = resumed(self.request, tuple(self._delivered))
+        await self._run_here(request, LocalPrefillReason.PREFILL_FAILED)
+
+    # --- in this engine --------------------------------------------------------------------------
+
+    async def _run_here(self, request: Request, reason: LocalPrefillReason) -> None:
+        self._local_reason = reason
+        self._timeline.mark(Event.ADMITTED, self._now())
+        self._timeline.mark(Event.PREFILL_QUEUED, self._now())
+        self._runtime.engine.add(request, SequenceMode.FULL)
+        self._runtime.load.changed()
+        await self._run_in_engine()
+
+    async def _run_in_engine(self) -> None:
+        self._move(GenerationState.RUNNING)
+        try:
+            await self._has_ended
+        finally:
+            self._runtime.engine.abort(self.request.request_id)  # unknown once it has finished
+            self._runtime.load.changed()
+
+    def on_update(self, update: SequenceUpdate) -> None:
+        """What a step did to this request's sequence."""
+        if self.state is not GenerationState.RUNNING or self._has_ended.done():
+            return
+        if update.error is not None or update.finish_reason is FinishReason.ERROR:
+            error = update.error or InternalError("the engine gave up", stage="engine")
+            self._has_ended.set_exception(error)
+            return
+        self._timeline.mark(Event.SCHEDULED, update.scheduled_ns)
+        self._start(update.num_cached_tokens)
+        if update.token_ids:
+            self._timeline.mark(Event.PREFILLED, self._now())
+            self._deliver(
+                TokenDelta(
+                    self.request.request_id,
+                    update.token_ids,
+                    update.logprobs,
+                    update.prompt_logprobs,
+                )
+            )
+        if update.finish_reason is not None:
+            self._finish(update.finish_reason, update.stop_token_id)
+            self._has_ended.set_result(None)
+
+    # --- to the gateway --------------------------------------------------------------------------
+
+    def _start(self, num_cached_tokens: int) -> None:
+        if self._num_cached_tokens is None:
+            self._num_cached_tokens = min(num_cached_tokens, self.request.num_prompt_tokens)
+            self._outbox.put(Started(self.request.request_id, self._num_cached_tokens))
+
+    def _deliver(self, delta: TokenDelta) -> None:
+        if self._delivered:
+            self._timeline.mark(Event.SECOND_TOKEN, self._now())
+        self._timeline.mark(Event.FIRST_TOKEN, self._now())
+        self._delivered.extend(delta.token_ids)
+        self._outbox.put(delta)
+
+    def _finish(self, reason: FinishReason, stop_token_id: int | None) -> None:
+        self._move(GenerationState.FINISHED)
+        self._outbox.put(
+            Finished(
+                self.request.request_id,
+                reason,
+                stop_token_id,
+                Usage(
+                    num_prompt_tokens=self.request.num_prompt_tokens,
+                    num_output_tokens=self.request.num_resumed_tokens + len(self._delivered),
+                    num_cached_tokens=self._num_cached_tokens or 0,
+                ),
+                self._timeline,
+                self._local_reason,
+                self._transferred_bytes,
+            )
+        )
+
+    def fail(self, error: IsthmusError) -> None:
+        """Tells the client, unless it was told the end already."""
+        if GENERATION_TRANSITIONS.is_terminal(self.state):
+            return
+        log.warning(
+            "request failed",
+            request_id=self.request.request_id,
+            stage=error.stage or self.state.value,
+            code=error.code,
+            reason=error.message,
+        )
+        self._move(GenerationState.FAILED)
+        self._outbox.put(Failed(self.request.request_id, error, error.instance_id))
+
+    def _move(self, state: GenerationState) -> None:
+        self.state = GENERATION_TRANSITIONS.check(self.state, state)
+
+    def _now(self) -> int:
+        return self._runtime.clock.now_ns()
+
+    def _seconds_left(self) -> float:
+        return max(0.0, (self.request.deadline_ns - self._now()) / NS_PER_S)

@@ -1,0 +1,185 @@
+"""Calls to prefill instances: one channel per instance and epoch, typed errors, bounded awaits.
+
+A handshake is made once per (instance, epoch), by the first request that needs it; others wait for
+that one instead of making their own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Coroutine
+from dataclasses import dataclass
+
+import grpc.aio
+from isthmus.common.errors import HandshakeError, InstanceLostError, IsthmusError, StaleEpochError
+from isthmus.common.ids import InstanceId, TransferId
+from isthmus.common.logging import get_logger
+from isthmus.common.prefill import PrefillUpdate
+from isthmus.common.rpc import create_channel, error_from_rpc
+from isthmus.common.transfer import TransferTicket
+from isthmus.common.types import InstanceRef, Request
+from isthmus.kvtransfer.manager import TransferManager
+from isthmus.protos.convert import (
+    info_from_pb,
+    ms_left,
+    offer_from_pb,
+    offer_to_pb,
+    request_to_pb,
+    ticket_to_pb,
+)
+from isthmus.protos.convert_prefill import update_from_pb
+from isthmus.protos.v1 import (
+    instance_pb2,
+    instance_pb2_grpc,
+    prefill_pb2,
+    prefill_pb2_grpc,
+    transfer_pb2,
+    transfer_pb2_grpc,
+)
+
+# How long an abort may take: the sender waits for writes that are under way.
+_ABORT_TIMEOUT_S = 10.0
+_PROBE_TIMEOUT_S = 1.0
+_OLD_CHANNEL_GRACE_S = 5.0
+
+log = get_logger("prefill_client")
+
+
+@dataclass(frozen=True, slots=True)
+class _Peer:
+    ref: InstanceRef
+    channel: grpc.aio.Channel
+    handshake: asyncio.Lock
+
+
+class PrefillClient:
+    """Owns the channels. Lives on the event loop."""
+
+    def __init__(self, transfers: TransferManager, handshake_timeout_ms: int) -> None:
+        self._transfers = transfers
+        self._handshake_timeout_s = handshake_timeout_ms / 1000
+        self._peers: dict[InstanceId, _Peer] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def _peer(self, ref: InstanceRef) -> _Peer:
+        """Raises StaleEpochError for an epoch that is over."""
+        if self._is_outdated(ref):
+            raise StaleEpochError(
+                f"{ref.instance_id} of epoch {ref.epoch} has been replaced",
+                stage="prefill",
+                instance_id=ref.instance_id,
+            )
+        peer = self._peers.get(ref.instance_id)
+        if peer is None or peer.ref != ref:
+            if peer is not None:
+                self._close_later(peer)
+            peer = _Peer(ref, create_channel(ref.address), asyncio.Lock())
+            self._peers[ref.instance_id] = peer
+        return peer
+
+    def _is_outdated(self, ref: InstanceRef) -> bool:
+        """True when a newer epoch of the instance is known: that process has been replaced."""
+        peer = self._peers.get(ref.instance_id)
+        return peer is not None and peer.ref.epoch > ref.epoch
+
+    def _close_later(self, peer: _Peer) -> None:
+        self.spawn(peer.channel.close(_OLD_CHANNEL_GRACE_S), f"close {peer.ref.instance_id}")
+
+    def spawn(self, work: Coroutine[None, None, None], name: str) -> None:
+        """Runs something that outlives its caller, until it ends or this client is closed."""
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def ensure_handshake(self, ref: InstanceRef) -> None:
+        """Returns when this very epoch is known to the transfers. Raises HandshakeError,
+        LayoutMismatchError, StaleEpochError or InstanceLostError."""
+        if self._transfers.knows(ref):
+            return
+        peer = self._peer(ref)
+        async with peer.handshake:
+            if self._transfers.knows(ref):
+                return
+            stub = transfer_pb2_grpc.TransferServiceStub(peer.channel)
+            offer = offer_to_pb(self._transfers.offer())
+            try:
+                async with asyncio.timeout(self._handshake_timeout_s):
+                    answer = await stub.Handshake(transfer_pb2.HandshakeRequest(offer=offer))
+                    await self._transfers.complete(offer_from_pb(answer.offer))
+            except grpc.aio.AioRpcError as error:
+                raise error_from_rpc(error, peer=ref.instance_id, stage="handshake") from error
+            except TimeoutError as error:
+                raise HandshakeError(
+                    f"{ref.instance_id} did not answer within {self._handshake_timeout_s} s",
+                    stage="handshake",
+                    instance_id=ref.instance_id,
+                ) from error
+            log.info("handshake", peer=ref.instance_id, epoch=ref.epoch)
+
+    async def prefill(
+        self, ref: InstanceRef, request: Request, ticket: TransferTicket
+    ) -> AsyncGenerator[PrefillUpdate, None]:
+        """The updates of one call. Raises InstanceLostError when the stream breaks, and what the
+        instance says. Closing the iterator cancels the call."""
+        stub = prefill_pb2_grpc.PrefillServiceStub(self._peer(ref).channel)
+        call = stub.Prefill(
+            prefill_pb2.PrefillRequest(request=request_to_pb(request), ticket=ticket_to_pb(ticket)),
+            timeout=ms_left(ticket.deadline_ns) / 1000,
+        )
+        try:
+            async for message in call:
+                yield update_from_pb(message)
+        except grpc.aio.AioRpcError as error:
+            raise error_from_rpc(error, peer=ref.instance_id, stage="prefill") from error
+        finally:
+            call.cancel()
+
+    async def abort(self, ref: InstanceRef, transfer_id: TransferId) -> bool:
+        """Ends a transfer at its sender. True: it says that nothing of it can land any more."""
+        if self._is_outdated(ref):
+            return False
+        stub = prefill_pb2_grpc.PrefillServiceStub(self._peer(ref).channel)
+        message = prefill_pb2.AbortRequest(transfer_id=transfer_id, reason="decode ended it")
+        try:
+            reply = await stub.Abort(message, timeout=_ABORT_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            log.debug("abort unanswered", peer=ref.instance_id, problem=error.details())
+            return False
+        return bool(reply.quiesced)
+
+    async def is_gone(self, ref: InstanceRef) -> bool:
+        """True is a proof that the process behind this epoch has ended: nobody listens at its
+        address, or somebody of another epoch does. A process that is only stopped still listens."""
+        if self._is_outdated(ref):
+            return True
+        host, _, port = ref.address.rpartition(":")
+        try:
+            async with asyncio.timeout(_PROBE_TIMEOUT_S):
+                _, writer = await asyncio.open_connection(host, int(port))
+                writer.close()
+        except ConnectionRefusedError:
+            return True
+        except (OSError, TimeoutError):
+            return False
+        stub = instance_pb2_grpc.InstanceServiceStub(self._peer(ref).channel)
+        try:
+            reply = await stub.GetInfo(instance_pb2.GetInfoRequest(), timeout=_PROBE_TIMEOUT_S)
+        except grpc.aio.AioRpcError:
+            return False
+        info = info_from_pb(reply.info)
+        return (info.instance_id, info.epoch) != (ref.instance_id, ref.epoch)
+
+    async def close(self) -> None:
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for peer in self._peers.values():
+            await peer.channel.close()
+        self._peers.clear()
+
+
+def lost(ref: InstanceRef, problem: str) -> IsthmusError:
+    """The stream of ``ref`` did not end as it should."""
+    return InstanceLostError(
+        f"{ref.instance_id}: {problem}", stage="prefill", instance_id=ref.instance_id
+    )

@@ -1,0 +1,161 @@
+"""The instance's own series and the HTTP endpoint that serves them.
+
+Only series of instances are exported here, each with its role and instance: the module that
+declares them also declares the gateway's, which would appear as zeros under a worker's name.
+Gauges are read when they are scraped, so that an idle instance does no work for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from threading import Thread
+from typing import TYPE_CHECKING
+
+from isthmus.common import metrics
+from isthmus.common.cluster import InstanceState, Role
+from isthmus.common.types import InstanceRef
+from isthmus.engine.core import EngineCore
+from isthmus.engine.types import EngineLoad, StepOutput
+from isthmus.kvtransfer.observer import Side
+from isthmus.kvtransfer.receive_session import Ignored, ReceiveState
+from isthmus.kvtransfer.send_session import SendState
+from prometheus_client import CollectorRegistry, Gauge, ProcessCollector, start_http_server
+
+if TYPE_CHECKING:
+    from wsgiref.simple_server import WSGIServer
+
+_EXPORTED = (
+    metrics.KV_BLOCKS,
+    metrics.STEP,
+    metrics.STEP_TOKENS,
+    metrics.RUNNING_SEQS,
+    metrics.WAITING_SEQS,
+    metrics.COMPUTED_PROMPT_TOKENS,
+    metrics.PREEMPTIONS,
+    metrics.TRANSFERS,
+    metrics.TRANSFERS_OPEN,
+    metrics.TRANSFER_BYTES,
+    metrics.TRANSFER_SECONDS,
+    metrics.NOTIFICATIONS_IGNORED,
+    metrics.HOLD_EXPIRED,
+    metrics.ABORTED,
+    metrics.INSTANCE_UP,
+)
+
+_SESSION_STATES = (
+    *(("send", state.value) for state in SendState),
+    *(("receive", state.value) for state in ReceiveState),
+)
+
+_BLOCK_STATES: Mapping[str, Callable[[EngineLoad], int]] = {
+    "used": lambda load: (
+        load.num_blocks - load.free_blocks - load.held_blocks - load.quarantined_blocks
+    ),
+    "held": lambda load: load.held_blocks,
+    "cached": lambda load: load.cached_blocks,
+    "free": lambda load: load.free_blocks,
+    "quarantined": lambda load: load.quarantined_blocks,
+}
+
+
+class InstanceMetrics:
+    """Observations of one instance. Methods may be called from the event loop only."""
+
+    def __init__(
+        self,
+        role: Role,
+        me: InstanceRef,
+        connector: str,
+        engine: EngineCore,
+    ) -> None:
+        self._labels = (role.value, me.instance_id)
+        self._connector = connector
+        self._up = metrics.INSTANCE_UP.labels(*self._labels, str(me.epoch))
+        self._up.set(0)
+        self._step = metrics.STEP.labels(*self._labels)
+        self._prefill_tokens = metrics.STEP_TOKENS.labels(*self._labels, "prefill")
+        self._decode_tokens = metrics.STEP_TOKENS.labels(*self._labels, "decode")
+        self._computed = metrics.COMPUTED_PROMPT_TOKENS.labels(*self._labels)
+        self._preempted = metrics.PREEMPTIONS.labels(*self._labels)
+        self._aborted = metrics.ABORTED.labels(*self._labels)
+        self._exposed = metrics.TRANSFER_SECONDS.labels(*self._labels)
+        self._expired = metrics.HOLD_EXPIRED.labels(*self._labels)
+        self._bind_gauges(engine)
+
+    def _bind_gauges(self, engine: EngineCore) -> None:
+        for state, read in _BLOCK_STATES.items():
+            _follow(
+                metrics.KV_BLOCKS.labels(*self._labels, state),
+                lambda read=read: read(engine.load()),  # type: ignore[misc]
+            )
+        _follow(metrics.RUNNING_SEQS.labels(*self._labels), lambda: engine.load().running_seqs)
+        _follow(metrics.WAITING_SEQS.labels(*self._labels), lambda: engine.load().waiting_seqs)
+
+    def observe_step(self, output: StepOutput) -> None:
+        self._step.observe((output.ended_ns - output.started_ns) / 1e9)
+        if output.num_prefill_tokens:
+            self._prefill_tokens.observe(output.num_prefill_tokens)
+            self._computed.inc(output.num_prefill_tokens)
+        if output.num_decode_tokens:
+            self._decode_tokens.observe(output.num_decode_tokens)
+        if output.num_preempted:
+            self._preempted.inc(output.num_preempted)
+
+    def state_changed(self, state: InstanceState) -> None:
+        self._up.set(1 if state is InstanceState.READY else 0)
+
+    def aborted(self) -> None:
+        self._aborted.inc()
+
+    def hold_expired(self) -> None:
+        self._expired.inc()
+
+    def kv_ready(self, exposed_s: float) -> None:
+        """``exposed_s``: from the first token until the KV was complete."""
+        self._exposed.observe(exposed_s)
+
+    def bind_sessions(self, sessions_by_state: Callable[[], dict[str, int]]) -> None:
+        """Gauges of open sessions; the keys are ``side:state``."""
+        for side, state in _SESSION_STATES:
+            gauge = metrics.TRANSFERS_OPEN.labels(*self._labels, side, state)
+            _follow(gauge, lambda key=f"{side}:{state}": sessions_by_state().get(key, 0))  # type: ignore[misc]
+
+    # --- TransferObserver ------------------------------------------------------------------------
+
+    def session_ended(
+        self,
+        side: Side,
+        state: str,
+        num_bytes: int,
+        seconds: float,  # noqa: ARG002 (the exposed part is what matters: see kv_ready)
+    ) -> None:
+        metrics.TRANSFERS.labels(*self._labels, side, state, self._connector).inc()
+        metrics.TRANSFER_BYTES.labels(*self._labels, side, self._connector).inc(num_bytes)
+
+    def notification_ignored(self, reason: Ignored) -> None:
+        metrics.NOTIFICATIONS_IGNORED.labels(*self._labels, reason.value).inc()
+
+
+def _follow(gauge: Gauge, read: Callable[[], float]) -> None:
+    gauge.set_function(read)
+
+
+class MetricsServer:
+    """``GET /metrics`` on a thread of its own."""
+
+    def __init__(self, host: str) -> None:
+        registry = CollectorRegistry()
+        for metric in _EXPORTED:
+            registry.register(metric)
+        ProcessCollector(registry=registry)
+        server: WSGIServer
+        thread: Thread
+        server, thread = start_http_server(0, addr=host, registry=registry)
+        self._server = server
+        self._thread = thread
+        self.address = f"{host}:{server.server_port}"
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(timeout=2)

@@ -1,0 +1,300 @@
+"""One worker process from start to end.
+
+::
+
+    epoch ─ load model ─ bind ─ transfers ─ register (STARTING) ─ calibrate ─ serve (READY)
+                                                                                │ StopRequest
+    exit ◀─ close everything ◀─ lease revoked ◀─ (STOPPED) ◀─ (DRAINING) ◀──────┘
+
+The order of closing is the reverse of the order of building; what was never built is not closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import TypeVar
+
+import torch
+from isthmus.common.clock import Clock, SystemClock
+from isthmus.common.cluster import InstanceInfo, InstanceState, Role
+from isthmus.common.config import PoolConfig
+from isthmus.common.errors import ConfigError, IsthmusError, ModelError
+from isthmus.common.logging import get_logger
+from isthmus.common.registry.embedded import EmbeddedRegistryClient
+from isthmus.common.rpc import bind, create_server, stop_server
+from isthmus.common.types import InstanceRef
+from isthmus.engine.core import EngineCore
+from isthmus.engine.types import StepOutput
+from isthmus.kvtransfer.connectors.registry import create_connector
+from isthmus.kvtransfer.interface import MemoryRegion
+from isthmus.kvtransfer.manager import TransferManager
+from isthmus.worker.calibrate import calibrate
+from isthmus.worker.engine_loop import EngineLoop
+from isthmus.worker.kv_event_log import KvEventLog
+from isthmus.worker.lifecycle import ExitCode, Lifecycle, StopRequest
+from isthmus.worker.load_reporter import LoadReporter, OutsideLoad
+from isthmus.worker.metrics import InstanceMetrics, MetricsServer
+from isthmus.worker.registration import Registration, claim_epoch
+from isthmus.worker.role import RoleWorker, WorkerArgs, WorkerRuntime
+from isthmus.worker.service import HealthReporter, Server, add_services
+
+_WATCHDOG_S = 1.0
+_SERVER_GRACE_S = 0.5
+
+log = get_logger("process")
+ResultT = TypeVar("ResultT")
+
+
+@dataclass(frozen=True, slots=True)
+class RoleParts:
+    """What a role's ``main`` contributes to the process."""
+
+    worker: RoleWorker
+    service_name: str
+
+
+RoleFactory = Callable[[WorkerRuntime, Server], RoleParts]
+
+
+def pool_of(args: WorkerArgs) -> PoolConfig:
+    match args.role:
+        case Role.PREFILL:
+            return args.config.prefill
+        case Role.DECODE:
+            return args.config.decode
+        case Role.MIXED:
+            return args.config.mixed
+
+
+async def run_worker(args: WorkerArgs, build_role: RoleFactory, stop: StopRequest) -> ExitCode:
+    """Runs until asked to stop. Says on the log why it ended when that was not a drain."""
+    try:
+        async with AsyncExitStack() as stack:
+            await _Worker(args, build_role, stop, stack).run()
+    except (ModelError, ConfigError) as error:
+        log.error("cannot start", code=error.code, problem=error.message)
+        return ExitCode.CONFIG
+    except IsthmusError as error:
+        log.error("worker failed", code=error.code, stage=error.stage, problem=error.message)
+        return ExitCode.FAULT
+    if stop.exit_code is not ExitCode.OK:
+        log.error("worker ends after a fault", problem=stop.reason)
+    return stop.exit_code
+
+
+class _Worker:
+    """The stages of one process; ``stack`` closes what they opened."""
+
+    def __init__(
+        self, args: WorkerArgs, build_role: RoleFactory, stop: StopRequest, stack: AsyncExitStack
+    ) -> None:
+        self._args = args
+        self._build_role = build_role
+        self._stop = stop
+        self._stack = stack
+        self._clock: Clock = SystemClock()
+        self._role: RoleWorker | None = None
+
+    async def run(self) -> None:
+        started = asyncio.create_task(self._start(), name="start")
+        asked = asyncio.create_task(self._stop.wait(), name="stop-request")
+        try:
+            await asyncio.wait({started, asked}, return_when=asyncio.FIRST_COMPLETED)
+            if not started.done():  # asked to stop while starting: there is nothing to drain
+                started.cancel()
+                await asyncio.wait({started})
+                return
+            lifecycle, role = started.result()
+            await asked
+            await self._drain(lifecycle, role)
+        finally:
+            asked.cancel()
+
+    async def _start(self) -> tuple[Lifecycle, RoleWorker]:
+        args, config, stack = self._args, self._args.config, self._stack
+        registry = EmbeddedRegistryClient(args.registry)
+        stack.push_async_callback(registry.close)
+        epoch = await claim_epoch(
+            registry, config.name, args.instance_id, config.lifecycle.ready_timeout_ms / 1000
+        )
+        pool = pool_of(args)
+        engine = await run_in_thread(
+            lambda: EngineCore.build(config.model, pool.engine, self._clock)
+        )
+        stack.callback(engine.close)
+        server = create_server()
+        address = await bind(server, config.host, 0)
+        me = InstanceRef(args.instance_id, epoch, address)
+        metrics = InstanceMetrics(args.role, me, config.transfer.connector, engine)
+        transfers = self._build_transfers(me, engine, metrics)
+        metrics.bind_sessions(transfers.sessions_by_state)
+        transfers.start()
+        stack.push_async_callback(transfers.close)
+        metrics_server = MetricsServer(config.host)
+        stack.callback(metrics_server.close)
+        registration = Registration(
+            registry,
+            config.name,
+            _describe(args, me, engine, metrics_server.address),
+            config.registry.lease_ms,
+            on_superseded=lambda: self._stop.fail("a newer epoch of this instance exists"),
+        )
+        stack.push_async_callback(registration.close)
+        registration.start()
+        lifecycle = Lifecycle(registration)
+        lifecycle.subscribe(metrics.state_changed)
+        runtime = WorkerRuntime(
+            args=args,
+            me=me,
+            clock=self._clock,
+            engine=engine,
+            transfers=transfers,
+            lifecycle=lifecycle,
+            kv_log=KvEventLog(engine, me.instance_id, epoch),
+            load=LoadReporter(engine, me, self._clock, self._outside_load),
+            metrics=metrics,
+        )
+        budget = pool.engine.max_num_batched_tokens
+        latency = await run_in_thread(lambda: calibrate(engine, budget, self._clock))
+        health = await self._serve(runtime, server)
+        runtime.lifecycle.ready(latency)
+        await health.set(True)
+        log.info("ready", address=address, epoch=epoch, metrics=metrics_server.address)
+        return runtime.lifecycle, self._require_role()
+
+    def _build_transfers(
+        self, me: InstanceRef, engine: EngineCore, metrics: InstanceMetrics
+    ) -> TransferManager:
+        config = self._args.config.transfer
+        store = engine.kv_store
+        return TransferManager(
+            me,
+            engine.kv_layout,
+            MemoryRegion(store.base_address, store.num_bytes),
+            engine.num_blocks,
+            create_connector(config, me, engine.kv_layout.block_bytes),
+            config,
+            self._clock,
+            metrics,
+        )
+
+    async def _serve(self, runtime: WorkerRuntime, server: Server) -> HealthReporter:
+        parts = self._build_role(runtime, server)
+        self._role = role = parts.worker
+
+        def on_step(output: StepOutput) -> None:
+            role.on_step(output)
+            runtime.metrics.observe_step(output)
+            runtime.cache_changed()
+
+        engine_loop = EngineLoop(
+            runtime.engine,
+            self._clock,
+            on_step,
+            on_fatal=lambda error: self._stop.fail(f"engine: {error}"),
+        )
+        health = add_services(server, runtime, role, self._stop, parts.service_name)
+        self._stack.push_async_callback(engine_loop.stop)
+        self._stack.push_async_callback(role.close)
+        self._stack.push_async_callback(stop_server, server, _SERVER_GRACE_S)
+        engine_loop.start()
+        role.start()
+        await server.start()
+        watchdog = asyncio.create_task(
+            self._watch_progress(engine_loop, runtime.lifecycle, health), name="watchdog"
+        )
+        self._stack.callback(watchdog.cancel)
+        return health
+
+    async def _watch_progress(
+        self, engine_loop: EngineLoop, lifecycle: Lifecycle, health: HealthReporter
+    ) -> None:
+        """Not ready while work waits and no step ends; ends the process when a step hangs."""
+        while True:
+            await asyncio.sleep(_WATCHDOG_S)
+            is_progressing = engine_loop.is_progressing()
+            if not is_progressing:
+                log.warning("no step has ended for a long time although there is work")
+            await health.set(is_progressing and lifecycle.state is InstanceState.READY)
+            if engine_loop.is_hung():
+                self._stop.fail("an engine step does not return")
+
+    async def _drain(self, lifecycle: Lifecycle, role: RoleWorker) -> None:
+        if self._stop.exit_code is ExitCode.OK:
+            drain_ms = self._stop.drain_ms
+            if drain_ms is None:
+                drain_ms = self._args.config.lifecycle.drain_ms
+            await lifecycle.drain(role.num_running, drain_ms)
+            await role.close()
+            lifecycle.stopped()
+
+    def _outside_load(self) -> OutsideLoad:
+        return self._role.outside_load() if self._role is not None else OutsideLoad()
+
+    def _require_role(self) -> RoleWorker:
+        assert self._role is not None, "set by _serve"
+        return self._role
+
+
+def _describe(
+    args: WorkerArgs, me: InstanceRef, engine: EngineCore, metrics_address: str
+) -> InstanceInfo:
+    limits = pool_of(args).engine
+    return InstanceInfo(
+        instance_id=me.instance_id,
+        role=args.role,
+        state=InstanceState.STARTING,
+        epoch=me.epoch,
+        address=me.address,
+        metrics_address=metrics_address,
+        model=args.config.model.served_name or engine.spec.name,
+        model_path=args.config.model.path,
+        kv_layout=engine.kv_layout,
+        num_blocks=engine.num_blocks,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        max_num_seqs=limits.max_num_seqs,
+        max_model_len=engine.max_model_len,
+        connector=args.config.transfer.connector,
+        node=socket.gethostname(),
+        pid=os.getpid(),
+        version=version("isthmus"),
+    )
+
+
+def prepare_process(pool: PoolConfig) -> None:
+    """Cores and threads of this process, before anything computes."""
+    if pool.cpus:
+        os.sched_setaffinity(0, pool.cpus)
+    torch.set_num_threads(pool.engine.num_threads)
+
+
+async def run_in_thread(work: Callable[[], ResultT]) -> ResultT:
+    """Like ``asyncio.to_thread``, but on a daemon: loading a model must not delay an exit."""
+    loop = asyncio.get_running_loop()
+    result: asyncio.Future[ResultT] = loop.create_future()
+
+    def finish(value: ResultT | None, error: BaseException | None) -> None:
+        if result.done():
+            return
+        if error is not None:
+            result.set_exception(error)
+        else:
+            result.set_result(value)  # type: ignore[arg-type]
+
+    def run() -> None:
+        value, error = None, None
+        try:
+            value = work()
+        except BaseException as caught:  # noqa: BLE001 — handed to the waiter, whatever it is
+            error = caught
+        loop.call_soon_threadsafe(finish, value, error)
+
+    threading.Thread(target=run, name="start", daemon=True).start()
+    return await result
