@@ -66,7 +66,7 @@ class GgufCheckpoint:
             self._bytes = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
         self._tensors = {_model_name(name): tensor for name, tensor in file.tensors.items()}
         divisors = self._tensors.pop(_ROPE_FREQUENCIES, None)
-        self.config = _config(file, () if divisors is None else tuple(self._values(divisors)))
+        self.config = _config(file, [] if divisors is None else self._values(divisors).tolist())
         self.shapes: Mapping[str, tuple[int, ...]] = {
             name: tensor.shape for name, tensor in self._tensors.items()
         }
@@ -135,7 +135,7 @@ def _model_name(name: str) -> str:
     return f"model.layers.{match[1]}.{_LAYER_PARTS[match[2]]}.{match[3]}"
 
 
-def _config(file: GgufFile, rope_divisors: tuple[float, ...]) -> RawConfig:
+def _config(file: GgufFile, rope_divisors: list[float]) -> RawConfig:
     metadata = file.metadata
     family = metadata.get("general.architecture", "(none given)")
     names = {item.gguf_name: item.name for item in ARCHITECTURES.values() if item.gguf_name}

@@ -108,6 +108,6 @@ def _weight_files(folder: Path) -> list[Path]:
 
 def _open(path: Path) -> _File:
     try:
-        return cast(_File, safe_open(path, framework="pt"))
+        return cast("_File", safe_open(path, framework="pt"))
     except (SafetensorError, OSError) as error:
         raise ModelFileError(f"{path} is damaged or cut short: {error}", stage="load") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Mapping, Sequence
 
@@ -60,7 +61,9 @@ class PagedSequences:
         width = max(-(-length // self.block_size) for length in lengths)
         tables = [(self.tables[index] + [0] * width)[:width] for index in scheduled]
         counts = [1] * len(scheduled) if last_only else [len(t) for t in scheduled.values()]
-        logits = self.model.forward(self._batch(ids, positions, slots, starts, lengths, tables, rows), self.kv)
+        logits = self.model.forward(
+            self._batch(ids, positions, slots, starts, lengths, tables, rows), self.kv
+        )
         return dict(zip(scheduled, logits.split(counts), strict=True))
 
     def run(self, index: int, tokens: Sequence[int], chunks: Sequence[int]) -> torch.Tensor:
@@ -104,6 +107,6 @@ class PagedSequences:
             seq_lens=tensor(lengths, torch.int32),
             block_table=tensor(tables, torch.int32),
             logits_index=tensor(rows, torch.int64),
-            max_query_len=max(b - a for a, b in zip(starts, starts[1:], strict=False)),
+            max_query_len=max(b - a for a, b in itertools.pairwise(starts)),
             max_seq_len=max(lengths),
         )

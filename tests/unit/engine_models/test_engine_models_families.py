@@ -9,6 +9,7 @@ import pytest
 import torch
 from isthmus.common.config import ModelConfig
 from isthmus.engine.models.loader import load_model
+
 from tests.support.paged import PagedSequences
 from tests.support.tiny_models import FAMILIES, reference_logits, save, tiny_model
 
@@ -87,7 +88,8 @@ def test_bfloat16_rounds_weights_and_kv_but_not_activations(tmp_path: Path) -> N
     logits = sequences.run(0, TOKENS, [20, 9])
     assert logits.dtype == torch.float32
     rounded = {
-        name: p.bfloat16().float() if p.ndim == 2 else p for name, p in reference.state_dict().items()
+        name: p.bfloat16().float() if p.ndim == 2 else p
+        for name, p in reference.state_dict().items()
     }
     reference.load_state_dict(rounded)
     expected = reference_logits(reference, TOKENS)

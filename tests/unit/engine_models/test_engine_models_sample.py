@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Iterator
 
+import gguf
 import pytest
 import torch
 from isthmus.common.config import ModelConfig
@@ -13,20 +14,26 @@ from isthmus.engine.models import sample
 from isthmus.engine.models.loader import load_model
 from isthmus.engine.models.sample import sample_model_path
 from isthmus.engine.models.types import LanguageModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
 from tests.support.paged import PagedSequences
 from tests.support.tiny_models import reference_logits
-from transformers import AutoModelForCausalLM, PreTrainedModel
 
 # "The capital of France is", a list of numbers and one token alone, in SmolLM2's vocabulary.
 PROMPTS = ([504, 3575, 282, 4649, 314], [33, 28, 216, 34, 28, 216, 35, 28, 216, 36, 28], [28120])
 
 
 @pytest.fixture(scope="module")
-def reference() -> Iterator[PreTrainedModel]:
+def reference() -> PreTrainedModel:
     path = sample_model_path()
-    yield AutoModelForCausalLM.from_pretrained(
-        path.parent, gguf_file=path.name, dtype=torch.float32
-    ).eval()
+    with pytest.MonkeyPatch.context() as patch:
+        # transformers builds the same table of names once per module and reads the file twice,
+        # which takes most of a minute; remembered, the answers are the same.
+        patch.setattr(gguf, "get_tensor_name_map", functools.cache(gguf.get_tensor_name_map))
+        patch.setattr(gguf, "GGUFReader", functools.cache(gguf.GGUFReader))
+        return AutoModelForCausalLM.from_pretrained(
+            path.parent, gguf_file=path.name, dtype=torch.float32
+        ).eval()
 
 
 @pytest.fixture(scope="module")
