@@ -17,6 +17,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -64,6 +65,9 @@ _NIXL_ERRORS: tuple[type[Exception], ...] = (
     _bindings.nixlRepostActiveError,
     _bindings.nixlUnknownError,
 )
+# NIXL does not tell when a notification without data has left. It leaves at once over an open
+# connection; over one that is still being made it needs both ends to make progress for a while.
+_LONE_NOTIFICATION_S = 0.25
 _STATES = {"DONE": WriteState.DONE, "PROC": WriteState.IN_PROGRESS, "ERR": WriteState.FAILED}
 
 
@@ -91,8 +95,9 @@ class _Side:
 @dataclass(slots=True)
 class _OpenWrite:
     peer: PeerName
-    transfer: Any  # nixl_xfer_handle, None once there is nothing to ask
-    state: WriteState
+    transfer: Any  # nixl_xfer_handle; None for a lone notification and once it has ended
+    state: WriteState = WriteState.IN_PROGRESS
+    driven_until_s: float = 0.0  # of a lone notification, monotonic
 
 
 class NixlConnector:
@@ -109,6 +114,7 @@ class NixlConnector:
         self._peers: dict[PeerName, _Side] = {}
         self._handles = itertools.count(1)
         self._writes: dict[WriteHandle, _OpenWrite] = {}
+        self._arrived: list[tuple[PeerName, bytes]] = []
 
     def register(self, region: MemoryRegion) -> None:
         side = _Side(region, None)
@@ -164,25 +170,32 @@ class NixlConnector:
             raise TransferError(
                 f"NIXL refused a write to {peer}: {error!r}", stage="transfer"
             ) from (error)
-        write = _OpenWrite(peer, transfer, WriteState.DONE)
+        write = _OpenWrite(peer, transfer)
         handle = WriteHandle(next(self._handles))
         self._writes[handle] = write
-        if transfer is not None:
+        if transfer is None:
+            write.driven_until_s = time.monotonic() + _LONE_NOTIFICATION_S
+        else:
             self._advance(write, lambda: self._agent.transfer(transfer))
         return handle
 
     def poll(self, handle: WriteHandle) -> WriteState:
         write = self._writes[handle]
-        if write.state is WriteState.IN_PROGRESS:
+        if write.state is WriteState.IN_PROGRESS and write.transfer is not None:
             self._advance(write, lambda: self._agent.check_xfer_state(write.transfer))
+        elif write.state is WriteState.IN_PROGRESS:
+            self._progress()
+            if time.monotonic() >= write.driven_until_s:
+                write.state = WriteState.DONE
         return write.state
 
     def release(self, handle: WriteHandle) -> None:
         del self._writes[handle]
 
     def take_notifications(self) -> list[tuple[PeerName, bytes]]:
-        arrived = self._agent.get_new_notifs()
-        return [(PeerName(agent), payload) for agent, many in arrived.items() for payload in many]
+        self._progress()
+        arrived, self._arrived = self._arrived, []
+        return arrived
 
     def close(self) -> None:
         for peer in list(self._peers):
@@ -196,6 +209,10 @@ class NixlConnector:
         del self._agent
 
     # --- inside --------------------------------------------------------------------------------
+
+    def _progress(self) -> None:
+        for agent, payloads in self._agent.get_new_notifs().items():
+            self._arrived.extend((PeerName(agent), payload) for payload in payloads)
 
     @property
     def _local(self) -> _Side:
@@ -215,7 +232,7 @@ class NixlConnector:
     def _prepare_write(
         self, peer: PeerName, side: _Side, ops: Sequence[CopyOp], notification: bytes
     ) -> Any:
-        """A transfer handle; None when there was only a notification, which is on its way."""
+        """A transfer handle; None for a lone notification, which has been handed over."""
         if not ops:
             self._agent.send_notif(peer, notification)
             return None
@@ -263,6 +280,7 @@ class NixlConnector:
     @staticmethod
     def _finish(write: _OpenWrite, state: WriteState) -> None:
         write.state = state
-        with suppress(*_NIXL_ERRORS):
-            write.transfer.release()
-        write.transfer = None
+        if write.transfer is not None:
+            with suppress(*_NIXL_ERRORS):
+                write.transfer.release()
+            write.transfer = None

@@ -11,7 +11,8 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -28,6 +29,14 @@ from isthmus.kvtransfer.interface import (
 )
 
 CALL_TIMEOUT_S = 20.0
+
+
+def drive_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    """Calls ``condition``, which drives connectors, until it holds. Raises TimeoutError."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"condition did not hold within {timeout_s} s")
 
 
 class ConnectorEnd:

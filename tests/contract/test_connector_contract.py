@@ -1,0 +1,269 @@
+"""What every connector promises, held against each: in one process, and NIXL between two."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from isthmus.common.errors import HandshakeError, TransferError
+from isthmus.kvtransfer.interface import CopyOp, PeerName, WriteState
+from isthmus.kvtransfer.connectors.local import LocalFabric
+from tests.support.connector_process import (
+    ConnectorEnd,
+    ConnectorProcess,
+    drive_until,
+    make_end,
+)
+
+BLOCK = 4096
+SOURCE_BLOCKS, TARGET_BLOCKS = 64, 96
+
+End = ConnectorEnd | ConnectorProcess
+
+
+@dataclass
+class Pair:
+    source: End
+    target: End
+    to_target: PeerName
+    from_source: PeerName
+    early: list[tuple[PeerName, bytes]] = field(default_factory=list)  # came while writing
+
+    def write(self, ops: list[CopyOp], notification: bytes) -> WriteState:
+        """Posts, drives both ends until the write has ended, and gives the handle back."""
+        handle = self.source.post_write(self.to_target, ops, notification)
+        state = WriteState.IN_PROGRESS
+
+        def ended() -> bool:
+            nonlocal state
+            self.early.extend(self.target.take_notifications())
+            state = self.source.poll(handle)
+            return state is not WriteState.IN_PROGRESS
+
+        drive_until(ended)
+        self.source.release(handle)
+        return state
+
+    def notifications(self, count: int) -> list[tuple[PeerName, bytes]]:
+        arrived = list(self.early)
+        self.early = []
+
+        def enough() -> bool:
+            arrived.extend(self.target.take_notifications())
+            return len(arrived) >= count
+
+        drive_until(enough)
+        return arrived
+
+
+def connect(source: End, target: End) -> Pair:
+    return Pair(
+        source, target, source.add_peer(*target.introduce()), target.add_peer(*source.introduce())
+    )
+
+
+def make_pair(kind: str) -> Pair:
+    sizes = (("source", SOURCE_BLOCKS * BLOCK, 1), ("target", TARGET_BLOCKS * BLOCK, 2))
+    if kind in ("local", "fake"):
+        fabric = LocalFabric()
+        source, target = (make_end(kind, *size, BLOCK, fabric) for size in sizes)
+        return connect(source, target)
+    tls = "tcp" if kind == "nixl-tcp" else ""
+    return connect(*(ConnectorProcess("nixl", *size, BLOCK, tls) for size in sizes))
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        "local",
+        "fake",
+        pytest.param("nixl", marks=pytest.mark.nixl),
+        pytest.param("nixl-tcp", marks=pytest.mark.nixl),
+    ],
+)
+def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    pair = make_pair(request.param)
+    yield pair
+    pair.source.close()
+    pair.target.close()
+
+
+def apply(model: np.ndarray, source: bytes, ops: list[CopyOp]) -> None:
+    for op in ops:
+        model[op.target_offset : op.target_offset + op.num_bytes] = np.frombuffer(
+            source, np.uint8, op.num_bytes, op.source_offset
+        )
+
+
+def scattered_blocks(count: int, seed: int) -> list[CopyOp]:
+    random = np.random.default_rng(seed)
+    sources = random.permutation(SOURCE_BLOCKS)[:count]
+    targets = random.permutation(TARGET_BLOCKS)[:count]
+    return [
+        CopyOp(int(s) * BLOCK, int(t) * BLOCK, BLOCK) for s, t in zip(sources, targets, strict=True)
+    ]
+
+
+def unlike_offsets(seed: int) -> list[CopyOp]:
+    """Copies of odd sizes at odd places; the targets do not overlap."""
+    random = np.random.default_rng(seed)
+    ops = []
+    for slot in random.permutation(TARGET_BLOCKS)[:12]:
+        size = int(random.integers(1, BLOCK // 2))
+        source = int(random.integers(0, SOURCE_BLOCKS * BLOCK - size))
+        target = int(slot) * BLOCK + int(random.integers(0, BLOCK // 2))
+        ops.append(CopyOp(source, target, size))
+    return ops
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        lambda: [CopyOp(0, 0, BLOCK)],
+        lambda: [CopyOp(3 * BLOCK, 90 * BLOCK, 6 * BLOCK)],
+        lambda: scattered_blocks(SOURCE_BLOCKS, seed=3),
+        lambda: unlike_offsets(seed=4),
+    ],
+    ids=["one block", "run of blocks", "all blocks scattered", "unlike offsets"],
+)
+def test_write_lands_exactly_where_asked(pair: Pair, plan: Callable[[], list[CopyOp]]) -> None:
+    ops = plan()
+    source, model = pair.source.read(), np.frombuffer(pair.target.read(), np.uint8).copy()
+    assert pair.write(ops, b"there") is WriteState.DONE
+    apply(model, source, ops)
+    assert pair.target.read() == model.tobytes()
+    assert pair.source.read() == source
+    assert pair.notifications(1) == [(pair.from_source, b"there")]
+
+
+def test_notification_comes_after_its_data(pair: Pair) -> None:
+    """Looked at in the moment of arrival, over many writes."""
+    source = pair.source.read()
+    for number in range(20):
+        ops = scattered_blocks(32, seed=100 + number)
+        model = np.frombuffer(pair.target.read(), np.uint8).copy()
+        handle = pair.source.post_write(pair.to_target, ops, b"%d" % number)
+        arrived: list[tuple[PeerName, bytes]] = []
+
+        def has_arrived(handle=handle, arrived=arrived) -> bool:
+            arrived += pair.target.take_notifications()
+            if not arrived:
+                pair.source.poll(handle)
+            return bool(arrived)
+
+        drive_until(has_arrived)
+        apply(model, source, ops)
+        assert pair.target.read() == model.tobytes()
+        assert arrived == [(pair.from_source, b"%d" % number)]
+        drive_until(lambda handle=handle: pair.source.poll(handle) is WriteState.DONE)
+        pair.source.release(handle)
+
+
+def test_every_notification_of_many_writes_comes_once(pair: Pair) -> None:
+    for number in range(40):
+        assert pair.write([CopyOp(0, number * BLOCK, BLOCK)], b"n%d" % number) is WriteState.DONE
+        assert pair.notifications(1) == [(pair.from_source, b"n%d" % number)]
+    assert pair.target.take_notifications() == []
+
+
+def test_notification_without_data(pair: Pair) -> None:
+    before = pair.target.read()
+    assert pair.write([], b"only words") is WriteState.DONE
+    assert pair.notifications(1) == [(pair.from_source, b"only words")]
+    assert pair.target.read() == before
+
+
+def test_data_without_notification(pair: Pair) -> None:
+    assert pair.write([CopyOp(BLOCK, 0, BLOCK)], b"") is WriteState.DONE
+    assert pair.write([], b"next") is WriteState.DONE
+    assert pair.notifications(1) == [(pair.from_source, b"next")]
+    assert pair.target.read()[:BLOCK] == pair.source.read()[BLOCK : 2 * BLOCK]
+
+
+@pytest.mark.parametrize(
+    "op",
+    [
+        CopyOp(0, TARGET_BLOCKS * BLOCK - 1, 2),
+        CopyOp(SOURCE_BLOCKS * BLOCK, 0, BLOCK),
+        CopyOp(-BLOCK, 0, BLOCK),
+        CopyOp(0, 0, 0),
+    ],
+    ids=["beyond the target", "beyond the source", "before the source", "empty"],
+)
+def test_copy_outside_a_region_starts_nothing(pair: Pair, op: CopyOp) -> None:
+    before = pair.target.read()
+    with pytest.raises(TransferError):
+        pair.source.post_write(pair.to_target, [CopyOp(0, 0, BLOCK), op], b"never")
+    assert pair.write([], b"sentinel") is WriteState.DONE
+    assert pair.notifications(1) == [(pair.from_source, b"sentinel")]
+    assert pair.target.read() == before
+
+
+def test_unknown_peer_is_refused_and_forgetting_it_is_harmless(pair: Pair) -> None:
+    with pytest.raises(TransferError):
+        pair.source.post_write(PeerName("nobody"), [CopyOp(0, 0, BLOCK)], b"x")
+    pair.source.remove_peer(PeerName("nobody"))
+
+
+def test_foreign_metadata_is_refused(pair: Pair) -> None:
+    with pytest.raises(HandshakeError):
+        pair.source.add_peer(b"not metadata at all", pair.target.introduce()[1])
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "local",
+        "fake",
+        pytest.param("nixl", marks=pytest.mark.nixl),
+        pytest.param("nixl-tcp", marks=pytest.mark.nixl),
+    ],
+)
+class TestPeerChanges:
+    def test_removed_peer_is_refused_and_can_come_back(self, kind: str) -> None:
+        pair = make_pair(kind)
+        try:
+            assert pair.write([CopyOp(0, 0, BLOCK)], b"1") is WriteState.DONE
+            pair.notifications(1)
+            pair.source.remove_peer(pair.to_target)
+            with pytest.raises(TransferError):
+                pair.source.post_write(pair.to_target, [CopyOp(0, 0, BLOCK)], b"x")
+            assert pair.source.add_peer(*pair.target.introduce()) == pair.to_target
+            assert pair.write([CopyOp(BLOCK, 0, BLOCK)], b"2") is WriteState.DONE
+            assert pair.notifications(1) == [(pair.from_source, b"2")]
+            assert pair.target.read()[:BLOCK] == pair.source.read()[BLOCK : 2 * BLOCK]
+        finally:
+            pair.source.close()
+            pair.target.close()
+
+    def test_new_epoch_of_a_peer_is_another_peer(self, kind: str) -> None:
+        """The target restarts: its successor has another name, other memory, other keys."""
+        fabric = LocalFabric()
+
+        def end(name: str, num_blocks: int, seed: int) -> End:
+            if kind in ("local", "fake"):
+                return make_end(kind, name, num_blocks * BLOCK, seed, BLOCK, fabric)
+            tls = "tcp" if kind == "nixl-tcp" else ""
+            return ConnectorProcess("nixl", name, num_blocks * BLOCK, seed, BLOCK, tls)
+
+        ends = [end("source@1", SOURCE_BLOCKS, 1), end("target@1", TARGET_BLOCKS, 2)]
+        try:
+            old = connect(*ends)
+            assert old.write([CopyOp(0, 0, BLOCK)], b"old") is WriteState.DONE
+            old.notifications(1)
+            old.target.close()
+            ends.append(end("target@2", 2 * TARGET_BLOCKS, 3))
+            old.source.remove_peer(old.to_target)
+            new = connect(old.source, ends[2])
+            assert new.to_target != old.to_target
+            ops = scattered_blocks(16, seed=9)
+            model = np.frombuffer(new.target.read(), np.uint8).copy()
+            assert new.write(ops, b"new") is WriteState.DONE
+            apply(model, new.source.read(), ops)
+            assert new.target.read() == model.tobytes()
+            assert new.notifications(1) == [(new.from_source, b"new")]
+        finally:
+            for each in ends:
+                each.close()
