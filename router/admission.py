@@ -20,7 +20,7 @@ from isthmus.common.errors import (
 )
 from isthmus.common.ids import InstanceId
 from isthmus.router.cluster_view import InstanceView
-from isthmus.router.predictor import DecodeOption, num_prompt_blocks
+from isthmus.router.predictor import DecodeOption
 from isthmus.router.types import RouteQuery
 
 MAX_QUEUE_FACTOR = 8  # sequences per place of a decode instance, beyond which requests are refused
@@ -51,8 +51,9 @@ def filter_reason(view: InstanceView, query: RouteQuery, now_ns: int) -> FilterR
     info = view.info
     if info.model != query.model:
         return FilterReason.OTHER_MODEL
-    if (reason := infeasible(view, query)) is not None:
-        return reason
+    if query.num_prompt_tokens > view.longest_prompt:
+        is_long = query.num_prompt_tokens >= info.max_model_len
+        return FilterReason.TOO_LONG if is_long else FilterReason.TOO_BIG
     if info.state is not InstanceState.READY:
         return FilterReason.NOT_READY
     if view.is_suspect:
@@ -61,15 +62,6 @@ def filter_reason(view: InstanceView, query: RouteQuery, now_ns: int) -> FilterR
         return FilterReason.EXCLUDED
     if not view.breaker.is_closed and not view.breaker.allows(now_ns):
         return FilterReason.BREAKER_OPEN
-    return None
-
-
-def infeasible(view: InstanceView, query: RouteQuery) -> FilterReason | None:
-    """The prompt and one output token could never fit, however idle the instance is."""
-    if query.num_prompt_tokens + 1 > view.info.max_model_len:
-        return FilterReason.TOO_LONG
-    if num_prompt_blocks(view, query) > view.info.num_blocks:
-        return FilterReason.TOO_BIG
     return None
 
 
@@ -90,7 +82,7 @@ def refusal(
         )
     reasons = {view.instance_id: filtered.get(view.instance_id) for view in of_model}
     if of_model and all(reason in _INFEASIBLE for reason in reasons.values()):
-        limit = max(_longest_prompt(view) for view in of_model)
+        limit = max(view.longest_prompt for view in of_model)
         return ContextLengthError(
             f"the prompt has {query.num_prompt_tokens} tokens; with at least one output token no "
             f"instance can hold more than {limit}",
@@ -124,10 +116,6 @@ def retry_after_ms(wait_ms: float) -> int:
     """Jittered by a fifth, so that the refused do not come back together; 1 to 60 seconds."""
     low, high = RETRY_RANGE_MS
     return int(min(max(wait_ms * random.uniform(0.8, 1.2), low), high))
-
-
-def _longest_prompt(view: InstanceView) -> int:
-    return min(view.info.max_model_len, view.info.num_blocks * view.info.block_size) - 1
 
 
 def _wait_ms(view: InstanceView, reason: FilterReason | None, now_ns: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from heapq import nsmallest
 from typing import Any
 
 from isthmus.common.types import LocalPrefillReason
@@ -11,6 +12,7 @@ from isthmus.router.policy import Candidate, Pool
 from isthmus.router.predictor import DecodeOption, PrefillOption
 from isthmus.router.types import RouteQuery
 
+MAX_CANDIDATES = 4
 DecodeKey = Callable[[DecodeOption], Any]
 PrefillKey = Callable[[PrefillOption], Any]
 
@@ -24,14 +26,14 @@ class _LegByLeg:
         self._prefill_key = prefill_key
 
     def rank(self, query: RouteQuery, pool: Pool) -> list[Candidate]:  # noqa: ARG002
-        decodes = sorted(pool.decodes, key=self._decode_key)
+        decodes = nsmallest(MAX_CANDIDATES, pool.decodes, key=self._decode_key)
         return [self._pair(place, decode, pool) for place, decode in enumerate(decodes)]
 
     def _pair(self, place: int, decode: DecodeOption, pool: Pool) -> Candidate:
         prefills = pool.prefills.get(decode.view.key, [])
         reason = local_prefill_reason(decode, bool(prefills), pool.min_remote_tokens)
         if reason is not None:
-            return Candidate(decode, decode.local, reason, float(place))
+            return Candidate(decode, pool.local(decode), reason, float(place))
         prefill = min(prefills, key=self._prefill_key)
         return Candidate(decode, prefill, LocalPrefillReason.NONE, float(place))
 

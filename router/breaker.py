@@ -39,13 +39,10 @@ class Breaker:
         self._max_failures = max_failures
         self._open_ns = open_ms * NS_PER_MS
         self._state = BreakerState.CLOSED
+        self.is_closed = True  # read for every instance and decision, so a plain attribute
         self._failures = 0
         self._reopens_ns = 0
         self._probe: DecisionId | None = None
-
-    @property
-    def is_closed(self) -> bool:
-        return self._state is BreakerState.CLOSED
 
     def state(self, now_ns: int) -> BreakerState:
         if self._state is BreakerState.OPEN and now_ns >= self._reopens_ns:
@@ -91,3 +88,4 @@ class Breaker:
 
     def _move(self, new: BreakerState) -> None:
         self._state = BREAKER_TRANSITIONS.check(self._state, new)
+        self.is_closed = new is BreakerState.CLOSED

@@ -35,14 +35,22 @@ class InstanceView:
     info: InstanceInfo
     breaker: Breaker
     key: CompatKey
+    block_size: int
+    longest_prompt: int  # that fits with one output token
     load: LoadReport | None = None
     load_at_ns: int = 0  # when the report came, by this process's monotonic clock
+    reported_work_ms: float = 0.0  # prefill work that the report speaks of
     is_registered: bool = True
     is_suspect: bool = False
     prefill_factor: float = 1.0  # measured / predicted
     decode_factor: float = 1.0
     last_chosen: int = 0
     problem: str = ""
+
+    @classmethod
+    def of(cls, info: InstanceInfo, breaker: Breaker) -> InstanceView:
+        longest = min(info.max_model_len, info.num_blocks * info.block_size) - 1
+        return cls(info, breaker, compat_key(info), info.block_size, longest)
 
     @property
     def instance_id(self) -> InstanceId:
@@ -88,13 +96,12 @@ class ClusterView:
         if view is not None and info.epoch < view.info.epoch:
             return False
         if view is not None and info.epoch == view.info.epoch:
-            view.info = info
-            view.key = compat_key(info)
+            view.info = info  # its state, and what was measured; all else is fixed for an epoch
             view.is_registered = True
             is_new = False
         else:
             breaker = Breaker(self.max_failures, self.open_ms)
-            self.views[info.instance_id] = InstanceView(info, breaker, compat_key(info))
+            self.views[info.instance_id] = InstanceView.of(info, breaker)
             self.lost.pop(info.instance_id, None)
             is_new = True
         self._find_problems()
@@ -117,6 +124,7 @@ class ClusterView:
             return None
         view.load = report
         view.load_at_ns = now_ns
+        view.reported_work_ms = reported_work_ms(view.info, report)
         view.is_suspect = False
         return view
 
@@ -130,6 +138,15 @@ class ClusterView:
             for view in mine:
                 if others and not any(view.key == other.key for other in others):
                     view.problem = _difference(view.info, others[0].info)
+
+
+def reported_work_ms(info: InstanceInfo, load: LoadReport) -> float:
+    """Work of the waiting prompts, as if they were equally long, and half a running step."""
+    running_ms = load.step_ms / 2 if load.running_seqs else 0.0
+    if not load.waiting_tokens:
+        return running_ms
+    num_seqs = max(1, load.waiting_seqs)
+    return running_ms + num_seqs * info.latency.prefill_ms(load.waiting_tokens // num_seqs)
 
 
 def _difference(info: InstanceInfo, other: InstanceInfo) -> str:

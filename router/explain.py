@@ -12,6 +12,7 @@ from isthmus.router.policy import Candidate
 from isthmus.router.types import OutcomeKind
 
 MAX_RECORDS = 256
+MAX_EXPLAINED = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ class ExplainedCandidate:
 
 @dataclass(slots=True)
 class DecisionRecord:
-    """``candidates`` are best first; ``filtered`` names why the others were no candidates."""
+    """``candidates`` : the best few, best first. ``filtered``: why others were none."""
 
     decision: RouteDecision
     num_prompt_tokens: int

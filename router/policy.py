@@ -7,9 +7,9 @@ goals takes this one's place without a change elsewhere.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from heapq import nsmallest
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from isthmus.common.types import LocalPrefillReason
 from isthmus.router.cluster_view import CompatKey
@@ -17,16 +17,21 @@ from isthmus.router.decider import local_prefill_reason
 from isthmus.router.predictor import DecodeOption, PrefillOption, expected_output, transfer_ms
 from isthmus.router.types import RouteQuery
 
+OptionT = TypeVar("OptionT", PrefillOption, DecodeOption)
 MAX_PER_ROLE = 4
 NEAR_TIE_MS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """Options that passed every filter. ``prefills`` are grouped by what they may hand KV to."""
+    """Options that passed every filter. ``prefills`` are grouped by what they may hand KV to.
+
+    ``local`` predicts the prompt computed by a decode instance itself.
+    """
 
     prefills: dict[CompatKey, list[PrefillOption]]
     decodes: list[DecodeOption]
+    local: Callable[[DecodeOption], PrefillOption]
     min_remote_tokens: int
 
 
@@ -71,21 +76,18 @@ class LeastPredictedLoad:
 
     def rank(self, query: RouteQuery, pool: Pool) -> list[Candidate]:
         output_tokens = expected_output(query)
-
-        def decode_cost(option: DecodeOption) -> float:
-            return option.wait_ms + output_tokens * option.tpot_ms + transfer_ms(option)
-
         prefills = {
-            key: nsmallest(MAX_PER_ROLE, options, key=_prefill_cost)
+            key: _cheapest([(option.ttft_ms, option) for option in options])
             for key, options in pool.prefills.items()
         }
-        cheapest = nsmallest(
-            MAX_PER_ROLE,
-            pool.decodes,
-            key=lambda option: (decode_cost(option), option.view.last_chosen),
+        cheapest = _cheapest(
+            [
+                (option.wait_ms + output_tokens * option.tpot_ms + transfer_ms(option), option)
+                for option in pool.decodes
+            ]
         )
         # Not cheap as one of a pair, but maybe the best alone: who holds most of the prompt.
-        fullest = nsmallest(MAX_PER_ROLE, pool.decodes, key=lambda option: option.uncached_tokens)
+        fullest = _cheapest([(option.uncached_tokens, option) for option in pool.decodes])
         decodes = {option.view.instance_id: option for option in (*cheapest, *fullest)}
         candidates: list[Candidate] = []
         for decode in decodes.values():
@@ -102,12 +104,13 @@ class LeastPredictedLoad:
         rest_ms = decode.wait_ms + output_tokens * decode.tpot_ms
         has_pair = bool(pool.prefills.get(decode.view.key))
         reason = local_prefill_reason(decode, has_pair, pool.min_remote_tokens)
-        stolen_ms = decode.local.prefill_ms * (1 + decode.num_seqs)
+        local = pool.local(decode)
+        stolen_ms = local.prefill_ms * (1 + decode.num_seqs)
         alone = Candidate(
             decode,
-            decode.local,
+            local,
             reason or LocalPrefillReason.POLICY,
-            rest_ms + decode.local.ttft_ms + stolen_ms,
+            rest_ms + local.ttft_ms + stolen_ms,
         )
         if reason is not None:
             return [alone]
@@ -138,5 +141,8 @@ def settle_near_ties(candidates: list[Candidate]) -> list[Candidate]:
     return tied + ranked[num_tied:]
 
 
-def _prefill_cost(option: PrefillOption) -> tuple[float, int]:
-    return option.ttft_ms, option.view.last_chosen
+def _cheapest(costs: list[tuple[float, OptionT]]) -> list[OptionT]:
+    """The few of least cost; of equal cost, those least recently chosen."""
+    keyed = [(cost, option.view.last_chosen, place) for place, (cost, option) in enumerate(costs)]
+    keyed.sort()
+    return [costs[place][1] for _, _, place in keyed[:MAX_PER_ROLE]]

@@ -19,7 +19,7 @@ from isthmus.common.types import InstanceRef, RouteAction, RouteDecision
 from isthmus.router.admission import FilterReason, filter_reason, overload, refusal
 from isthmus.router.baselines import least_loaded, round_robin
 from isthmus.router.cluster_view import ClusterView, CompatKey, InstanceView
-from isthmus.router.explain import DecisionLog, DecisionRecord, ExplainedCandidate
+from isthmus.router.explain import MAX_EXPLAINED, DecisionLog, DecisionRecord, ExplainedCandidate
 from isthmus.router.policy import Candidate, LeastPredictedLoad, Policy, Pool
 from isthmus.router.predictor import DecodeOption, Predictor, PrefillOption, burden
 from isthmus.router.snapshot import RouterSnapshot, take_snapshot
@@ -72,7 +72,7 @@ class Router:
             raise error
         candidates = self._policy.rank(query, pool)
         decision = self._commit(query, candidates, now_ns)
-        explained = tuple(ExplainedCandidate.of(candidate) for candidate in candidates)
+        explained = tuple(ExplainedCandidate.of(item) for item in candidates[:MAX_EXPLAINED])
         self.log.add(DecisionRecord(decision, query.num_prompt_tokens, now_ns, explained, filtered))
         return decision
 
@@ -106,31 +106,31 @@ class Router:
         self, query: RouteQuery, filtered: dict[InstanceId, FilterReason], now_ns: int
     ) -> Pool:
         depths = self.state.index.match(query.block_hashes)
+        pending = self.state.ledger.pending
+        predictor = self._predictor
         decodes: list[DecodeOption] = []
-        prefill_views: list[InstanceView] = []
-        for view in self.cluster:
+        prefills: dict[CompatKey, list[PrefillOption]] = {}
+        for instance_id, view in self.cluster.views.items():
             reason = filter_reason(view, query, now_ns)
             if reason is not None:
-                filtered[view.instance_id] = reason
-            elif view.info.role is Role.PREFILL:
-                prefill_views.append(view)
+                filtered[instance_id] = reason
+                continue
+            load, depth = pending(instance_id), depths.get(instance_id, 0)
+            if view.info.role is Role.PREFILL:
+                prefill = predictor.prefill_option(view, load, query, depth, now_ns)
+                prefills.setdefault(view.key, []).append(prefill)
             else:
-                pending = self.state.ledger.pending(view.instance_id)
-                depth = depths.get(view.instance_id, 0)
-                decodes.append(self._predictor.decode_option(view, pending, query, depth, now_ns))
+                decodes.append(predictor.decode_option(view, load, query, depth, now_ns))
         decodes = _with_room(decodes, filtered)
         decodes = _preferred(decodes, query.prefer_decode, filtered)
-        keys = {option.view.key for option in decodes}
-        prefills: dict[CompatKey, list[PrefillOption]] = {}
-        for view in prefill_views:
-            if view.key not in keys:
-                filtered[view.instance_id] = FilterReason.INCOMPATIBLE
-                continue
-            pending = self.state.ledger.pending(view.instance_id)
-            depth = depths.get(view.instance_id, 0)
-            option = self._predictor.prefill_option(view, pending, query, depth, now_ns)
-            prefills.setdefault(view.key, []).append(option)
-        return Pool(prefills, decodes, self._config.min_remote_tokens)
+        for key in prefills.keys() - {option.view.key for option in decodes}:
+            for prefill in prefills.pop(key):
+                filtered[prefill.view.instance_id] = FilterReason.INCOMPATIBLE
+
+        def local(decode: DecodeOption) -> PrefillOption:
+            return predictor.local_option(decode, pending(decode.view.instance_id), query, now_ns)
+
+        return Pool(prefills, decodes, local, self._config.min_remote_tokens)
 
     def _commit(self, query: RouteQuery, candidates: list[Candidate], now_ns: int) -> RouteDecision:
         chosen = candidates[0]
