@@ -131,8 +131,10 @@ class ConnectorDriver:
             self._jobs.put(lambda: self._discard(future))
             raise
 
-    async def remove_peer(self, peer: PeerName) -> None:
-        await asyncio.wrap_future(self._call(lambda: self._connector.remove_peer(peer)))
+    async def remove_peer(self, peer: PeerName, timeout_s: float) -> None:
+        """Comes back after ``timeout_s`` at the latest: the connector then does it when it can."""
+        removal = asyncio.wrap_future(self._call(lambda: self._connector.remove_peer(peer)))
+        await asyncio.wait([removal], timeout=timeout_s)
 
     async def close(self, timeout_s: float) -> bool:
         """False when the connector did not close in time; its thread is then left behind."""

@@ -19,43 +19,34 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from isthmus.common.clock import NS_PER_MS, NS_PER_S, Clock
 from isthmus.common.config import TransferConfig
 from isthmus.common.errors import (
-    DeadlineError,
     HandshakeError,
     InstanceLostError,
     IsthmusError,
-    LayoutMismatchError,
-    StaleEpochError,
     TransferError,
 )
 from isthmus.common.ids import InstanceId, TransferId
 from isthmus.common.kv_layout import KvLayout
 from isthmus.common.logging import RateLimitedLog, get_logger
-from isthmus.common.transfer import PROTOCOL_VERSION, RankEndpoint, TransferOffer, TransferTicket
+from isthmus.common.transfer import TransferOffer, TransferTicket
 from isthmus.common.types import InstanceRef
 from isthmus.kvtransfer.driver import ConnectorDriver, Outcome, Sweep, Write
-from isthmus.kvtransfer.handshake import check_epoch, check_offer, make_offer
+from isthmus.kvtransfer.handshake import make_offer
 from isthmus.kvtransfer.interface import Connector, MemoryRegion, PeerName
 from isthmus.kvtransfer.notification import decode
 from isthmus.kvtransfer.observer import Side, SilentObserver, TransferObserver
+from isthmus.kvtransfer.peers import PeerTable
 from isthmus.kvtransfer.receive_session import Ignored, ReceiveSession
 from isthmus.kvtransfer.send_session import Route, SendSession
+from isthmus.kvtransfer.tickets import check_ticket
 
 # Between sweeps that saw nothing the pause doubles from the first to the second.
 _SHORTEST_PAUSE_S = 0.0002
 _LONGEST_PAUSE_S = 0.005
 _CLOSE_TIMEOUT_S = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class Peer:
-    ref: InstanceRef
-    rank: RankEndpoint
-    name: PeerName
 
 
 class TransferManager:
@@ -81,10 +72,9 @@ class TransferManager:
         self._offer = make_offer(
             me, connector.name, self._driver.metadata, region, num_blocks, layout
         )
-        self._peers: dict[InstanceId, Peer] = {}
-        self._peer_by_name: dict[PeerName, Peer] = {}
-        self._newest: dict[InstanceId, InstanceRef] = {}  # outlives the peer: old epochs stay old
-        self._meeting = asyncio.Lock()
+        self._peers = PeerTable(
+            self._offer, self._driver, config.handshake_timeout_ms, self._peer_leaves
+        )
         self._sends: dict[TransferId, SendSession] = {}
         self._receives: dict[TransferId, ReceiveSession] = {}
         self._opened_ns: dict[tuple[Side, TransferId], int] = {}
@@ -109,17 +99,16 @@ class TransferManager:
         Raises HandshakeError, LayoutMismatchError or StaleEpochError; the peer table is then as it
         was before.
         """
-        await self._meet(offer)
+        await self._peers.meet(offer)
         return self._offer
 
     async def complete(self, offer: TransferOffer) -> None:
         """The initiator's half, with the answer. Raises as ``answer`` does."""
-        await self._meet(offer)
+        await self._peers.meet(offer)
 
     def knows(self, ref: InstanceRef) -> bool:
         """True after a handshake with exactly this epoch."""
-        peer = self._peers.get(ref.instance_id)
-        return peer is not None and peer.ref.epoch == ref.epoch
+        return self._peers.find(ref) is not None
 
     async def forget(self, instance_id: InstanceId, *, is_gone: bool = False) -> None:
         """A peer was lost: its sessions fail with InstanceLostError and the connector drops it.
@@ -131,68 +120,26 @@ class TransferManager:
         lost = InstanceLostError(
             f"{instance_id} is lost", stage="transfer", instance_id=instance_id
         )
-        async with self._meeting:
-            await self._drop(instance_id, lost, is_gone)
+        await self._peers.forget(instance_id, lost, is_gone)
+        self._kick.set()
 
-    async def _meet(self, offer: TransferOffer) -> None:
-        rank = check_offer(self._offer, offer)
-        ref = offer.instance
-        async with self._meeting:
-            check_epoch(self._newest.get(ref.instance_id), ref)
-            known = self._peers.get(ref.instance_id)
-            if known is not None and known.ref.epoch == ref.epoch:
-                if known.rank == rank:
-                    return
-                raise HandshakeError(
-                    f"{ref.instance_id} offers other memory under the same epoch {ref.epoch}",
-                    stage="handshake",
-                    instance_id=ref.instance_id,
-                )
-            replaced = StaleEpochError(
-                f"{ref.instance_id} restarted as epoch {ref.epoch}",
-                stage="transfer",
-                instance_id=ref.instance_id,
-            )
-            await self._drop(ref.instance_id, replaced, is_gone=True)
-            peer = Peer(ref, rank, await self._add_peer(ref, rank))
-            self._peers[ref.instance_id] = self._peer_by_name[peer.name] = peer
-            self._newest[ref.instance_id] = ref
-
-    async def _add_peer(self, ref: InstanceRef, rank: RankEndpoint) -> PeerName:
-        region = MemoryRegion(rank.base_address, rank.num_bytes)
-        timeout_ms = self._config.handshake_timeout_ms
-        try:
-            return await self._driver.add_peer(rank.agent_metadata, region, timeout_ms / 1000)
-        except TimeoutError as error:
-            raise HandshakeError(
-                f"{ref.instance_id} did not become a peer within {timeout_ms} ms",
-                stage="handshake",
-                instance_id=ref.instance_id,
-            ) from error
-
-    async def _drop(self, instance_id: InstanceId, error: IsthmusError, is_gone: bool) -> None:
-        peer = self._peers.pop(instance_id, None)
+    def _peer_leaves(self, instance_id: InstanceId, error: IsthmusError, is_gone: bool) -> None:
         for receive in list(self._receives.values()):
             if receive.ticket.source.instance_id == instance_id:
                 receive.peer_gone(error, is_gone)
         for send in list(self._sends.values()):
             if send.ticket.target.instance_id == instance_id:
                 send.fail(error)
-        if peer is not None:
-            del self._peer_by_name[peer.name]
-            await self._driver.remove_peer(peer.name)
-            self._kick.set()
 
     # --- sessions ------------------------------------------------------------------------------
 
     def open_receive(self, ticket: TransferTicket) -> ReceiveSession:
         """For the decode side, before the ticket leaves. Raises StaleEpochError,
-        LayoutMismatchError, DeadlineError or TransferError (a ticket that cannot be right)."""
-        self._check_ticket(ticket, mine=ticket.target, peer=ticket.source)
+        LayoutMismatchError, DeadlineError or TransferError (target blocks that cannot be right)."""
+        self._check_ticket(ticket, ticket.target, self._num_blocks)
+        self._peers.check_epoch(ticket.source)
         if ticket.transfer_id in self._receives:
             raise TransferError("this transfer id is in use", stage="transfer")
-        if not all(0 <= block < self._num_blocks for block in ticket.target_block_ids):
-            raise TransferError("target blocks outside the store", stage="transfer")
         session = ReceiveSession(
             ticket, self._layout, self._expires_ns(ticket), self._quarantine_ns, self
         )
@@ -201,20 +148,19 @@ class TransferManager:
         return session
 
     def open_send(self, ticket: TransferTicket) -> SendSession:
-        """For the prefill side. Raises StaleEpochError, LayoutMismatchError, HandshakeError (no
-        handshake with the target yet), DeadlineError or TransferError."""
-        self._check_ticket(ticket, mine=ticket.source, peer=ticket.target)
-        peer = self._peers.get(ticket.target.instance_id)
-        if peer is None or peer.ref.epoch != ticket.target.epoch:
+        """For the prefill side. Raises HandshakeError (no handshake with the target yet) and what
+        ``open_receive`` raises."""
+        self._peers.check_epoch(ticket.target)
+        peer = self._peers.find(ticket.target)
+        if peer is None:
             raise HandshakeError(
                 f"no handshake with {ticket.target.instance_id} of epoch {ticket.target.epoch}",
                 stage="transfer",
                 instance_id=ticket.target.instance_id,
             )
+        self._check_ticket(ticket, ticket.source, peer.rank.num_blocks)
         if ticket.transfer_id in self._sends:
             raise TransferError("this transfer id is in use", stage="transfer")
-        if not all(0 <= block < peer.rank.num_blocks for block in ticket.target_block_ids):
-            raise TransferError("target blocks outside the peer's store", stage="transfer")
         route = Route(peer.name, self._layout, self._num_blocks, peer.rank.layout)
         session = SendSession(ticket, route, self._expires_ns(ticket), self._quarantine_ns, self)
         self._sends[ticket.transfer_id] = session
@@ -242,42 +188,14 @@ class TransferManager:
         open_ids = {("send", key) for key in self._sends} | {("receive", k) for k in self._receives}
         assert set(self._opened_ns) <= open_ids, "a session left its opening time behind"
 
-    def _check_ticket(self, ticket: TransferTicket, mine: InstanceRef, peer: InstanceRef) -> None:
+    def _check_ticket(
+        self, ticket: TransferTicket, addressee: InstanceRef, num_target_blocks: int
+    ) -> None:
         if self._is_closed:
             raise TransferError("this instance is shutting down", stage="transfer")
-        if ticket.protocol_version != PROTOCOL_VERSION:
-            raise HandshakeError(
-                f"ticket of protocol version {ticket.protocol_version}, {PROTOCOL_VERSION} here",
-                stage="transfer",
-            )
-        if (mine.instance_id, mine.epoch) != (self._me.instance_id, self._me.epoch):
-            raise StaleEpochError(
-                f"the ticket names {mine.instance_id} of epoch {mine.epoch}, this is "
-                f"{self._me.instance_id} of epoch {self._me.epoch}",
-                stage="transfer",
-                instance_id=self._me.instance_id,
-            )
-        check_epoch(self._newest.get(peer.instance_id), peer)
-        if ticket.layout_hash != self._layout.compat_hash:
-            raise LayoutMismatchError(
-                f"the ticket's layout hash is {ticket.layout_hash}, {self._layout.compat_hash} "
-                "here",
-                stage="transfer",
-            )
-        if self._clock.now_ns() >= ticket.deadline_ns:
-            raise DeadlineError("the ticket's deadline has passed", stage="transfer")
-        blocks = ticket.target_block_ids
-        whole = -(-ticket.num_tokens // self._layout.block_size)
-        if (
-            not blocks
-            or len(set(blocks)) != len(blocks)
-            or ticket.first_block + len(blocks) != whole
-        ):
-            raise TransferError(
-                f"{len(blocks)} target blocks from block {ticket.first_block} on do not hold "
-                f"{ticket.num_tokens} tokens",
-                stage="transfer",
-            )
+        check_ticket(
+            ticket, addressee, self._me, self._layout, num_target_blocks, self._clock.now_ns()
+        )
 
     def _expires_ns(self, ticket: TransferTicket) -> int:
         return self._clock.monotonic_ns() + ticket.deadline_ns - self._clock.now_ns()
@@ -310,8 +228,8 @@ class TransferManager:
     def send_quiet(self, session: SendSession) -> None:
         self._sends.pop(session.ticket.transfer_id, None)
         note = session.abort_note()
-        peer = self._peers.get(session.ticket.target.instance_id)
-        if note is None or peer is None or peer.ref.epoch != session.ticket.target.epoch:
+        peer = self._peers.find(session.ticket.target)
+        if note is None or peer is None:
             return
         expires_ns = self._clock.monotonic_ns() + self._quarantine_ns
         self.submit(Write(peer.name, (), note.encode(), expires_ns, owner=_Notice()))
@@ -431,12 +349,7 @@ class TransferManager:
         session = self._receives.get(note.transfer_id)
         if session is None:
             return Ignored.UNKNOWN
-        peer = self._peer_by_name.get(peer_name)
-        source = session.ticket.source
-        if peer is None or (peer.ref.instance_id, peer.ref.epoch) != (
-            source.instance_id,
-            source.epoch,
-        ):
+        if not self._peers.speaks_for(peer_name, session.ticket.source):
             return Ignored.FOREIGN
         before = session.num_bytes
         ignored = session.accept(note)

@@ -65,6 +65,7 @@ _NIXL_ERRORS: tuple[type[Exception], ...] = (
     _bindings.nixlRepostActiveError,
     _bindings.nixlUnknownError,
 )
+_BAD_METADATA: tuple[type[Exception], ...] = (msgspec.DecodeError, *_NIXL_ERRORS)
 # NIXL does not tell when a notification without data has left. It leaves at once over an open
 # connection; over one that is still being made it needs both ends to make progress for a while.
 _LONE_NOTIFICATION_S = 0.25
@@ -133,7 +134,7 @@ class NixlConnector:
         try:
             theirs = msgspec.msgpack.decode(metadata, type=_Metadata)
             agent = self._agent.add_remote_agent(theirs.agent)
-        except (msgspec.DecodeError, *_NIXL_ERRORS) as error:
+        except _BAD_METADATA as error:
             raise HandshakeError(
                 f"NIXL does not accept the peer's metadata: {error!r}", stage="handshake"
             ) from error

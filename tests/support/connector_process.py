@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
-from isthmus.kvtransfer.connectors.fake import Fault, FakeConnector
+from isthmus.kvtransfer.connectors.fake import FakeConnector, Fault
 from isthmus.kvtransfer.connectors.local import LocalConnector, LocalFabric
 from isthmus.kvtransfer.interface import (
     Connector,
@@ -191,7 +191,7 @@ def _serve(pipe: Connection) -> None:
             return
         try:
             result = getattr(end, method)(*arguments)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - raised again in the parent
             result = error
         pipe.send(result)
         if method == "close":

@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from isthmus.common.errors import HandshakeError, LayoutMismatchError, StaleEpochError
+from isthmus.common.ids import InstanceId
+from isthmus.common.transfer import TransferOffer
+from isthmus.common.types import InstanceRef
+from isthmus.kvtransfer.handshake import check_epoch, check_offer, make_offer
+from isthmus.kvtransfer.interface import MemoryRegion
+
+from tests.support.transfer_pair import LAYOUT
+
+REGION = MemoryRegion(4096, 8 * LAYOUT.block_bytes)
+
+
+def offer(instance_id: str = "decode-0", **changes: object) -> TransferOffer:
+    ref = InstanceRef(InstanceId(instance_id), 3, "127.0.0.1:1")
+    return replace(make_offer(ref, "nixl", b"md", REGION, 8, LAYOUT), **changes)  # type: ignore[arg-type]
+
+
+OURS = offer("prefill-0")
+
+
+def test_like_offers_match() -> None:
+    assert check_offer(OURS, offer()) == offer().ranks[0]
+
+
+def test_version_is_looked_at_before_anything_else() -> None:
+    unreadable = offer(protocol_version=2, layout_hash="?", connector="?", ranks=())
+    with pytest.raises(HandshakeError, match="version: 1 here, 2 at decode-0"):
+        check_offer(OURS, unreadable)
+
+
+def test_layout_is_looked_at_before_connector_and_memory() -> None:
+    other = replace(LAYOUT, dtype="bfloat16", head_dim=128)
+    rank = replace(offer().ranks[0], layout=other, num_bytes=0)
+    theirs = offer(layout_hash=other.compat_hash, connector="local", ranks=(rank,))
+    with pytest.raises(LayoutMismatchError, match="head_dim: 4 here, 128 there.*dtype: float32"):
+        check_offer(OURS, theirs)
+
+
+def _with_rank(**changes: object) -> TransferOffer:
+    return offer(ranks=(replace(offer().ranks[0], **changes),))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("theirs", "message"),
+    [
+        (lambda: offer(connector="local"), "connector: nixl here, local at decode-0"),
+        (lambda: offer("prefill-0"), "itself"),
+        (lambda: offer(ranks=()), "no rank"),
+        (lambda: _with_rank(num_blocks=9), "9 blocks"),
+        (lambda: _with_rank(num_blocks=0), "0 blocks"),
+    ],
+)
+def test_malformed_offers_are_refused(theirs: Callable[[], TransferOffer], message: str) -> None:
+    with pytest.raises(HandshakeError, match=message):
+        check_offer(OURS, theirs())
+
+
+def test_hash_that_does_not_fit_the_fields_is_refused() -> None:
+    with pytest.raises(LayoutMismatchError, match="layout hash"):
+        check_offer(OURS, offer(layout_hash="0" * 32))
+
+
+def test_unlike_numbers_of_ranks_are_refused() -> None:
+    with pytest.raises(LayoutMismatchError, match="ranks: 1 here, 2"):
+        check_offer(OURS, offer(ranks=offer().ranks * 2))
+
+
+def test_only_older_epochs_are_stale() -> None:
+    known = offer().instance
+    check_epoch(None, known)
+    check_epoch(known, known)
+    check_epoch(known, replace(known, epoch=4))
+    with pytest.raises(StaleEpochError, match="epoch 2, but epoch 3"):
+        check_epoch(known, replace(known, epoch=2))
