@@ -187,7 +187,7 @@ def _owner(port: int) -> str:
     try:
         for connection in psutil.net_connections("tcp"):
             is_listener = connection.status == psutil.CONN_LISTEN and connection.pid
-            if is_listener and connection.laddr.port == port:
+            if is_listener and connection.laddr and connection.laddr.port == port:
                 return f" by process {connection.pid} ({psutil.Process(connection.pid).name()})"
     except (psutil.Error, OSError):
         return ""

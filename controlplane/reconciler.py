@@ -30,7 +30,7 @@ class Reconciler:
         clock: Clock,
         registry_address: str,
         cores: Collection[int] = (),
-        on_exit: Callable[[SupervisedProcess], None] = lambda process: None,
+        on_exit: Callable[[SupervisedProcess], None] = lambda _: None,
     ) -> None:
         self.processes: dict[str, SupervisedProcess] = {}
         self._config = config

@@ -1,4 +1,4 @@
-# ruff: noqa: N802, ARG002  (gRPC names the methods and their arguments)
+# ruff: noqa: N802  (gRPC names the methods and their arguments)
 """ControlService: what `isthmus status`, `down` and scaling ask of the control process."""
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ class SupervisedProcess:
         clock: Clock,
         max_restarts: int = UNLIMITED,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
-        on_exit: Callable[[SupervisedProcess], None] = lambda process: None,
+        on_exit: Callable[[SupervisedProcess], None] = lambda _: None,
     ) -> None:
         self.spec = spec
         self.state = ProcessState.PENDING

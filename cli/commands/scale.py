@@ -1,0 +1,27 @@
+"""`isthmus scale`: change the number of instances of one role."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated
+
+import typer
+from isthmus.cli.options import DEFAULT_CLUSTER, ClusterName, Output, running_cluster
+from isthmus.cli.output import OutputFormat, print_json, stdout
+from isthmus.common.cluster import Role
+from isthmus.controlplane import client
+
+
+def scale(
+    role: Annotated[Role, typer.Argument(help="prefill, decode or mixed.")],
+    replicas: Annotated[int, typer.Argument(min=0, help="How many there shall be.")],
+    name: ClusterName = DEFAULT_CLUSTER,
+    output: Output = OutputFormat.TEXT,
+) -> None:
+    """Start or drain instances until a role has the wanted number of them."""
+    state = running_cluster(name)
+    old = asyncio.run(client.scale(state.control_address, role, replicas))
+    if output is OutputFormat.JSON:
+        print_json({"role": role, "old_replicas": old, "new_replicas": replicas})
+    else:
+        stdout.print(f"{role.value}: {old} → {replicas}")

@@ -1,0 +1,80 @@
+"""`isthmus status`: instances, their load, and whether the gateway admits."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+import httpx
+from isthmus.cli.options import DEFAULT_CLUSTER, ClusterName, Output, running_cluster
+from isthmus.cli.output import OutputFormat, print_json, stdout, table
+from isthmus.controlplane.client import ClusterStatus, InstanceStatus, cluster_status
+from rich.markup import escape
+from rich.table import Table
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayStatus:
+    is_alive: bool
+    is_ready: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    cluster: ClusterStatus
+    gateway: GatewayStatus
+
+
+def status(name: ClusterName = DEFAULT_CLUSTER, output: Output = OutputFormat.TEXT) -> None:
+    """Show a running cluster."""
+    state = running_cluster(name)
+    cluster = asyncio.run(cluster_status(state.control_address))
+    found = Status(cluster, gateway_status(cluster.gateway_url))
+    if output is OutputFormat.JSON:
+        print_json(found)
+        return
+    health = "ready" if found.gateway.is_ready else "not ready"
+    health = health if found.gateway.is_alive else "does not answer"
+    stdout.print(f"cluster  {escape(cluster.cluster)}")
+    stdout.print(f"model    {escape(cluster.model)}")
+    stdout.print(f"gateway  {escape(cluster.gateway_url)}  {health}")
+    stdout.print(instance_table(cluster))
+
+
+def gateway_status(url: str) -> GatewayStatus:
+    with httpx.Client(trust_env=False, timeout=3.0) as client:
+        return GatewayStatus(_is_ok(client, f"{url}/health"), _is_ok(client, f"{url}/ready"))
+
+
+def _is_ok(client: httpx.Client, url: str) -> bool:
+    try:
+        return client.get(url).status_code == httpx.codes.OK
+    except httpx.HTTPError:
+        return False
+
+
+def instance_table(cluster: ClusterStatus) -> Table:
+    made = table(
+        "instance", "role", "state", "epoch", "pid", "running", "waiting", "KV blocks used",
+        "cached", "held", "step ms", "restarts", "last exit",
+    )  # fmt: skip
+    for item in cluster.instances:
+        made.add_row(*instance_row(item))
+    return made
+
+
+def instance_row(item: InstanceStatus) -> list[str]:
+    state, epoch = (item.info.state.value, str(item.info.epoch)) if item.info else ("–", "–")
+    load = item.load
+    figures = ["–"] * 6
+    if load is not None:
+        figures = [
+            str(load.running_seqs),
+            str(load.waiting_seqs),
+            f"{load.num_blocks - load.free_blocks}/{load.num_blocks}",
+            str(load.cached_blocks),
+            str(load.held_blocks),
+            f"{load.step_ms:.1f}",
+        ]
+    identity = [item.instance_id, item.role.value, state, epoch, str(item.pid or "–")]
+    return [*identity, *figures, str(item.num_restarts), escape(item.last_exit)]

@@ -1,0 +1,62 @@
+"""How commands speak: text for people, JSON for programs. The only module of the CLI that prints.
+
+Results go to stdout, everything else (progress, warnings, errors) to stderr, so that the output of
+``--output json`` can always be parsed.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict, is_dataclass
+from enum import Enum
+from typing import Any
+
+import orjson
+from isthmus.common.errors import IsthmusError
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+
+class OutputFormat(str, Enum):
+    TEXT = "text"
+    JSON = "json"
+
+
+stdout = Console(highlight=False, soft_wrap=True)
+stderr = Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def print_json(value: object) -> None:
+    """One line of JSON; dataclasses become objects."""
+    sys.stdout.buffer.write(orjson.dumps(plain(value)) + b"\n")
+    sys.stdout.flush()
+
+
+def plain(value: object) -> Any:
+    """A value of dicts, lists and scalars only."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return plain(asdict(value))
+    if isinstance(value, Enum):
+        return plain(value.value)
+    if isinstance(value, bytes):
+        return value.hex()
+    if isinstance(value, dict):
+        return {str(plain(key)): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return value
+
+
+def print_error(error: IsthmusError, output: OutputFormat) -> None:
+    if output is OutputFormat.JSON:
+        print_json({"error": {"code": error.code, "message": error.message}})
+    else:
+        stderr.print(f"[bold red]Error:[/] {escape(error.message)}")
+
+
+def table(*columns: str) -> Table:
+    made = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        made.add_column(column)
+    return made
