@@ -53,7 +53,7 @@ def fit(
 ) -> LatencyModel:
     """``prefill``: (uncached tokens, ms) a step; ``decode``: (sequences, ms) a step."""
     bytes_per_weight = 4 if spec.dtype == "float32" else 2
-    linear_flops = 2 * spec.weight_bytes / bytes_per_weight
+    linear_flops = 2 * max(1, spec.weight_bytes) / bytes_per_weight
     pair_flops = 4 * spec.num_heads * spec.head_dim * spec.num_layers
     pair_share = pair_flops / linear_flops
     effective = [(tokens + pair_share * tokens**2 / 2, ms) for tokens, ms in prefill]
@@ -65,7 +65,7 @@ def fit(
         prefill_pair=prefill_token * pair_share,
         decode_base=decode_base,
         decode_seq=decode_seq,
-        decode_context=decode_base * kv_bytes_per_token / spec.weight_bytes,
+        decode_context=decode_base * kv_bytes_per_token / max(1, spec.weight_bytes),
     )
 
 

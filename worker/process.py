@@ -61,6 +61,7 @@ class RoleParts:
 
 
 RoleFactory = Callable[[WorkerRuntime, Server], RoleParts]
+EngineFactory = Callable[[WorkerArgs, Clock], EngineCore]
 
 
 def pool_of(args: WorkerArgs) -> PoolConfig:
@@ -73,11 +74,21 @@ def pool_of(args: WorkerArgs) -> PoolConfig:
             return args.config.mixed
 
 
-async def run_worker(args: WorkerArgs, build_role: RoleFactory, stop: StopRequest) -> ExitCode:
+def load_engine(args: WorkerArgs, clock: Clock) -> EngineCore:
+    """Loads the configured model. Raises ModelError and ConfigError."""
+    return EngineCore.build(args.config.model, pool_of(args).engine, clock)
+
+
+async def run_worker(
+    args: WorkerArgs,
+    build_role: RoleFactory,
+    stop: StopRequest,
+    build_engine: EngineFactory = load_engine,
+) -> ExitCode:
     """Runs until asked to stop. Says on the log why it ended when that was not a drain."""
     try:
         async with AsyncExitStack() as stack:
-            await _Worker(args, build_role, stop, stack).run()
+            await _Worker(args, build_role, build_engine, stop, stack).run()
     except (ModelError, ConfigError) as error:
         log.error("cannot start", code=error.code, problem=error.message)
         return ExitCode.CONFIG
@@ -93,10 +104,16 @@ class _Worker:
     """The stages of one process; ``stack`` closes what they opened."""
 
     def __init__(
-        self, args: WorkerArgs, build_role: RoleFactory, stop: StopRequest, stack: AsyncExitStack
+        self,
+        args: WorkerArgs,
+        build_role: RoleFactory,
+        build_engine: EngineFactory,
+        stop: StopRequest,
+        stack: AsyncExitStack,
     ) -> None:
         self._args = args
         self._build_role = build_role
+        self._build_engine = build_engine
         self._stop = stop
         self._stack = stack
         self._clock: Clock = SystemClock()
@@ -124,10 +141,7 @@ class _Worker:
         epoch = await claim_epoch(
             registry, config.name, args.instance_id, config.lifecycle.ready_timeout_ms / 1000
         )
-        pool = pool_of(args)
-        engine = await run_in_thread(
-            lambda: EngineCore.build(config.model, pool.engine, self._clock)
-        )
+        engine = await run_in_thread(lambda: self._build_engine(args, self._clock))
         stack.callback(engine.close)
         server = create_server()
         address = await bind(server, config.host, 0)
@@ -161,7 +175,7 @@ class _Worker:
             load=LoadReporter(engine, me, self._clock, self._outside_load),
             metrics=metrics,
         )
-        budget = pool.engine.max_num_batched_tokens
+        budget = pool_of(args).engine.max_num_batched_tokens
         latency = await run_in_thread(lambda: calibrate(engine, budget, self._clock))
         health = await self._serve(runtime, server)
         runtime.lifecycle.ready(latency)
