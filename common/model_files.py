@@ -1,7 +1,7 @@
 """Where a model's files are and of which kind, without opening the weights.
 
-``path`` in the configuration is ``sample``, a Hugging Face directory or a GGUF file. Knows no torch,
-so that the gateway can find tokenizer and template and the engine the weights in the same place.
+``path`` in the configuration is ``sample``, a Hugging Face directory or a GGUF file. Knows no
+torch, so that the gateway finds tokenizer and template where the engine finds the weights.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class ModelFiles:
 
     @property
     def name(self) -> str:
-        """What to call the model when the configuration does not: the directory's or file's name."""
+        """The model's name when the configuration gives none: the directory's or file's."""
         if self.kind is ModelKind.HF:
             return self.path.resolve().name
         return _QUANT_SUFFIX.sub("", self.path.stem)

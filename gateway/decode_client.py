@@ -204,7 +204,7 @@ class _Stream:
             self.is_live = False
             await channel.close()
 
-    async def _serve(self, stub: decode_pb2_grpc.DecodeServiceAsyncStub) -> str:
+    async def _serve(self, stub: decode_pb2_grpc.DecodeServiceStub) -> str:
         """Reads until the stream ends and says why it did."""
         call = stub.Generate()
         writer = asyncio.get_running_loop().create_task(self._write(call))

@@ -96,15 +96,15 @@ def _byte_level(meta: Mapping[str, GgufValue], tokens: Sequence[str]) -> Tokeniz
     backend = Tokenizer(BPE(vocab=_byte_vocabulary(tokens), merges=merges, fuse_unk=False))
     split = _SPLITS[pre]
     if split is None:
-        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     else:
-        backend.pre_tokenizer = pre_tokenizers.Sequence(  # type: ignore[assignment]
+        backend.pre_tokenizer = pre_tokenizers.Sequence(
             [
                 pre_tokenizers.Split(Regex(split), behavior="isolated"),
                 pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
             ]
         )
-    backend.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    backend.decoder = decoders.ByteLevel()
     return backend
 
 
@@ -132,13 +132,13 @@ def _sentencepiece(meta: Mapping[str, GgufValue], tokens: Sequence[str]) -> Toke
         merges = _merges_from_scores(vocab, dict(zip(tokens, scores, strict=True)))
     backend = Tokenizer(BPE(vocab=vocab, merges=merges, fuse_unk=True, byte_fallback=True))
     has_prefix = bool(meta.get("tokenizer.ggml.add_space_prefix", True))
-    backend.pre_tokenizer = pre_tokenizers.Metaspace(  # type: ignore[assignment]
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(
         replacement="▁", prepend_scheme="first" if has_prefix else "never", split=False
     )
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     if has_prefix:
         steps.append(decoders.Strip(content=" ", left=1))
-    backend.decoder = decoders.Sequence(steps)  # type: ignore[assignment]
+    backend.decoder = decoders.Sequence(steps)
     return backend
 
 

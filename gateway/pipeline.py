@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -23,7 +23,7 @@ from isthmus.common.errors import (
 )
 from isthmus.common.timeline import Event, Timeline
 from isthmus.common.types import SamplingParams
-from isthmus.gateway.chat_template import ChatTemplate
+from isthmus.gateway.chat_template import ChatTemplate, JsonValue
 from isthmus.gateway.limits import Identity
 from isthmus.gateway.plan import GenerationPlan, PreparedPrompt
 from isthmus.gateway.router_client import RouterClient
@@ -133,7 +133,7 @@ class Pipeline:
         self,
         messages: Sequence[ChatMessage],
         add_generation_prompt: bool,
-        variables: dict[str, object] | None,
+        variables: Mapping[str, JsonValue] | None,
     ) -> str:
         if self._template is None:
             message = "the model has no chat template: use /v1/completions"

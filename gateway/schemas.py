@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 MAX_CHOICES = 128
 MAX_STOPS = 16
 MAX_LOGPROBS = 20
-_UNSET = (None, [], {}, False)
+_UNSET: tuple[Any, ...] = (None, [], {}, False)
 # Known parameters that are not supported → values that ask for nothing and are accepted.
 _REFUSED: dict[str, tuple[Any, ...]] = {
     "tools": _UNSET,

@@ -6,6 +6,8 @@ instance epoch ends what the other two hold of it. One thread (the event loop).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from isthmus.common import metrics
 from isthmus.common.clock import Clock
 from isthmus.common.cluster import InstanceInfo, InstanceState, LoadReport, Role
@@ -26,6 +28,8 @@ class RouterState:
         self.cluster = ClusterView(config.breaker_failures, config.breaker_open_ms)
         self.index = KvIndex(config.index_max_blocks)
         self.ledger = Ledger(config.reservation_ttl_ms)
+        self.on_change: Callable[[], None] | None = None
+        """Called whenever an instance came, changed, was doubted or went."""
 
     def registry_connected(self, is_connected: bool) -> None:
         """Without a registry the last view stays in force."""
@@ -92,6 +96,8 @@ class RouterState:
             counts[view.info.role, state] += 1
         for (role, state), count in counts.items():
             metrics.INSTANCES.labels(role=role.value, state=state.value).set(count)
+        if self.on_change is not None:
+            self.on_change()
 
     def _remove_if_lost(self, view: InstanceView, why: str) -> bool:
         if view.is_registered or not view.is_suspect:

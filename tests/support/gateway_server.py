@@ -10,12 +10,12 @@ from pathlib import Path
 
 import httpx
 import openai
-import uvicorn
 from isthmus.common.clock import SystemClock
 from isthmus.common.config import ClusterConfig
 from isthmus.common.model_files import locate_model
 from isthmus.gateway.app import ModelIdentity, build_gateway, create_app
 from isthmus.gateway.context import Gateway
+from isthmus.gateway.server import HttpServer, bind_socket
 from isthmus.gateway.tokenizer import TextTokenizer, load_tokenizer
 from isthmus.router.router import Router
 
@@ -59,16 +59,13 @@ async def running_gateway(
     tokenizer = load_tokenizer(locate_model(str(write_tiny_model(folder / "tiny"))))
     router = Router(config.router, SystemClock())
     gateway = build_gateway(config, ModelIdentity(tokenizer, "tiny"), router, SystemClock())
-    server = uvicorn.Server(
-        uvicorn.Config(
-            create_app(gateway), host="127.0.0.1", port=0, log_level="warning", lifespan="off"
-        )
-    )
-    serving = asyncio.create_task(server._serve())
+    listener = bind_socket("127.0.0.1", 0)
+    port = listener.getsockname()[1]
+    server = HttpServer(create_app(gateway), drain_s=1)
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
     running: RunningGateway | None = None
     try:
         await poll_until(lambda: server.started or serving.done())
-        port = server.servers[0].sockets[0].getsockname()[1]
         running = RunningGateway(f"http://127.0.0.1:{port}", gateway, router, tokenizer)
         for fake in fakes:
             await fake.start()

@@ -1,0 +1,108 @@
+"""The gateway process: configuration in, HTTP out, until a signal.
+
+SIGTERM or SIGINT stops listening, lets open streams finish for ``lifecycle.drain_ms`` and ends with
+code 0; a second signal ends the process at once. What prevents a start is one sentence on stderr
+and code 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import os
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import uvloop
+from isthmus.common.clock import SystemClock
+from isthmus.common.config import ClusterConfig
+from isthmus.common.errors import ConfigError, IsthmusError
+from isthmus.common.logging import configure_logging, get_logger
+from isthmus.common.model_files import locate_model
+from isthmus.common.registry.embedded import EmbeddedRegistryClient
+from isthmus.gateway.app import ModelIdentity, build_gateway, create_app
+from isthmus.gateway.server import HttpServer, bind_socket
+from isthmus.gateway.tokenizer import load_tokenizer
+from isthmus.router.feed import ClusterFeed
+from isthmus.router.router import Router
+from pydantic import ValidationError
+
+CONFIG_VARIABLE = "ISTHMUS_PROCESS_CONFIG"
+MS_PER_S = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayArgs:
+    config: ClusterConfig
+    registry: str
+
+
+def parse_args(argv: Sequence[str] | None = None) -> GatewayArgs:
+    """Exits with a usage error; raises ConfigError for a configuration that is not one."""
+    parser = argparse.ArgumentParser(description="The gateway of an Isthmus cluster")
+    parser.add_argument("--registry", required=True, metavar="HOST:PORT")
+    parser.add_argument("--config-json", type=Path, metavar="FILE", help=f"else ${CONFIG_VARIABLE}")
+    options = parser.parse_args(argv)
+    file: Path | None = options.config_json
+    try:
+        text = file.read_text("utf-8") if file else os.environ.get(CONFIG_VARIABLE, "{}")
+        return GatewayArgs(ClusterConfig.model_validate_json(text), options.registry)
+    except OSError as error:
+        raise ConfigError(f"cannot read {file}: {error.strerror}", stage="start") from error
+    except ValidationError as error:
+        raise ConfigError(f"the configuration is not valid: {error}", stage="start") from error
+
+
+async def serve(args: GatewayArgs, model: ModelIdentity, listener: socket.socket) -> None:
+    """Runs until a signal has been handled and everything is closed."""
+    config = args.config
+    registry = EmbeddedRegistryClient(args.registry)
+    router = Router(config.router, SystemClock())
+    feed = ClusterFeed(registry, config.name, router.state, config.router)
+    gateway = build_gateway(config, model, router, SystemClock())
+    server = HttpServer(create_app(gateway), config.lifecycle.drain_ms / MS_PER_S)
+
+    def on_signal(number: int) -> None:
+        if server.should_exit:
+            os._exit(128 + number)
+        server.should_exit = True
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal, number)
+    host, port = listener.getsockname()[:2]
+    get_logger("gateway").info("gateway listening", address=f"{host}:{port}", model=model.name)
+    router.state.on_change = lambda: gateway.decode_client.follow(gateway.router.decode_refs())
+    feed.start()
+    try:
+        await server.serve(sockets=[listener])
+    finally:
+        router.state.on_change = None
+        await feed.close()
+        await gateway.close()
+        await registry.close()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    try:
+        args = parse_args(argv)
+        configure_logging(args.config.logging, role="gateway", instance="gateway")
+        listener = bind_socket(args.config.gateway.host, args.config.gateway.port)
+        files = locate_model(args.config.model.path)
+        model = ModelIdentity(load_tokenizer(files), files.name)
+    except IsthmusError as error:
+        sys.stderr.write(f"{error.message}\n")
+        return 1
+    gc.collect()
+    gc.freeze()  # the vocabulary is permanent: no collection needs to walk over it again
+    uvloop.run(serve(args, model, listener))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,51 @@
+"""The HTTP server of a gateway process: a socket bound by us, uvicorn on it, signals left to us."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import uvicorn
+from fastapi import FastAPI
+from isthmus.common.errors import ConfigError
+
+BACKLOG = 2048
+
+
+def bind_socket(host: str, port: int) -> socket.socket:
+    """Raises ConfigError with one clear sentence when the address cannot be had."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        message = f"cannot listen on {host}:{port}: {error.strerror}; choose another gateway.port"
+        raise ConfigError(message, stage="start") from error
+    listener.setblocking(False)
+    return listener
+
+
+class HttpServer(uvicorn.Server):
+    """Ends when ``should_exit`` is set; open streams then have ``drain_s`` to finish."""
+
+    def __init__(self, app: FastAPI, drain_s: float) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http="httptools",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                timeout_graceful_shutdown=max(1, round(drain_s)),
+            )
+        )
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """The process handles its own signals: uvicorn would end it with the signal's status."""
+        yield
