@@ -6,8 +6,8 @@ does not answer costs nobody else anything, least of all the router's start. Wha
 load stream means is decided in ``router.state``; this module only says that it broke:
 
 - refused or reset: at once;
-- silent for ``stale_load_ms``: after one quick try to open it again, since the silence may have been
-  this process's own.
+- silent for ``stale_load_ms``: after one quick try to open it again, since the silence may have
+  been this process's own.
 
 A gap in the KV events opens the stream again at the missing event, once; further trouble backs off.
 """
@@ -41,6 +41,7 @@ LOAD_INTERVAL_MS = 100
 FIRST_REPORT_S = 0.5
 RETRY_CAP_S = 0.5  # a suspect instance must not wait longer than this to be found well again
 KV_RETRY_CAP_S = 2.0
+SILENT = "silent"
 
 log = get_logger("feed")
 
@@ -105,7 +106,7 @@ class ClusterFeed:
         try:
             info = info_from_pb(common_pb2.InstanceInfo.FromString(event.entry.value))
         except (DecodeError, KeyError, ValueError) as error:
-            self._warnings.warning(event.key, "unreadable record", key=event.key, why=str(error))
+            self._warnings.warning(event.key, "unreadable record", record=event.key, why=str(error))
             return
         self._state.registered(info)
         self._follow(info, group)
@@ -113,7 +114,7 @@ class ClusterFeed:
     def _follow(self, info: InstanceInfo, group: asyncio.TaskGroup) -> None:
         """One follower per instance, of the newest epoch."""
         epoch, task = self._followers.get(info.instance_id, (0, None))
-        if task is not None and not task.done():
+        if task is not None:
             if epoch >= info.epoch:
                 return
             task.cancel()
@@ -128,6 +129,8 @@ class ClusterFeed:
         try:
             await self._follow_load(stub, info)
         finally:
+            if self._followers.get(info.instance_id, (0, None))[1] is asyncio.current_task():
+                del self._followers[info.instance_id]
             kv_events.cancel()
             await asyncio.gather(kv_events, return_exceptions=True)
             await channel.close()
@@ -136,20 +139,19 @@ class ClusterFeed:
         backoff = Backoff(cap_s=RETRY_CAP_S)
         patience_s = FIRST_REPORT_S
         while True:
-            num_reports, why = await self._read_load(stub, info, patience_s)
-            was_silence = why == "silent"
+            num_reports, why = await self._read_load(stub, patience_s)
             if num_reports:
                 backoff.reset()
-            if not (was_silence and num_reports) and self._state.stream_broken(
-                info.instance_id, info.epoch, why
-            ):
+            if num_reports and why == SILENT:
+                patience_s = FIRST_REPORT_S
+                continue
+            if self._state.stream_broken(info.instance_id, info.epoch, why):
                 return
-            if not was_silence:
-                await asyncio.sleep(backoff.next_s())
+            # It is out of the choice now; a slow answer must still be able to bring it back.
+            patience_s = self._silence_s
+            await asyncio.sleep(backoff.next_s())
 
-    async def _read_load(
-        self, stub: InstanceServiceStub, info: InstanceInfo, first_s: float
-    ) -> tuple[int, str]:
+    async def _read_load(self, stub: InstanceServiceStub, first_s: float) -> tuple[int, str]:
         """Reads one stream to its end: reports taken, and why it ended."""
         call = stub.WatchLoad(instance_pb2.WatchLoadRequest(interval_ms=LOAD_INTERVAL_MS))
         num_reports = 0
@@ -162,7 +164,7 @@ class ClusterFeed:
                 self._state.reported(load_from_pb(message.report))
                 num_reports += 1
         except TimeoutError:
-            return num_reports, "silent"
+            return num_reports, SILENT
         except grpc.aio.AioRpcError as error:
             return num_reports, error.code().name.lower()
         finally:

@@ -64,6 +64,8 @@ class KvIndex:
         """Leading blocks of ``hashes`` that each instance holds; instances with none are absent."""
         masks = self._masks
         alive = self._all_mask
+        if not alive:
+            return {}
         ended: list[tuple[int, int]] = []  # (slots that hold no more, depth)
         depth = 0
         for block_hash in hashes:

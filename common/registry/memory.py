@@ -140,9 +140,9 @@ class MemoryRegistry:
             await listing.changes.aclose()
 
     async def list_and_watch(self, prefix: str) -> Listing:
-        watcher = _Watcher(prefix, self._watchers)
         if self._is_closed:
-            watcher.end()
+            raise InstanceLostError("the registry is closed", stage="registry")
+        watcher = _Watcher(prefix, self._watchers)
         return Listing(tuple(self._list(prefix)), watcher)
 
     def expire_leases(self) -> int:
@@ -172,7 +172,7 @@ class MemoryRegistry:
             self.expire_leases()
 
     def close(self) -> None:
-        """Ends every watch with InstanceLostError, present and future ones."""
+        """Ends every watch with InstanceLostError; no new one can be opened."""
         self._is_closed = True
         for watcher in self._watchers:
             watcher.end()

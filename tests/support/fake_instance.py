@@ -115,7 +115,8 @@ class FakeInstance(instance_pb2_grpc.InstanceServiceServicer):
             next_seq = len(self._events) + 1
         while True:
             async with self._changed:
-                await self._changed.wait_for(lambda: len(self._events) >= next_seq)
+                while len(self._events) < next_seq:
+                    await self._changed.wait()
             while next_seq <= len(self._events):
                 if next_seq not in self._lost:
                     yield self._batch(next_seq, (self._events[next_seq - 1],))

@@ -1,0 +1,145 @@
+"""The prefix index under lost, doubled, reordered and stale events, against a plain model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from isthmus.common.ids import BlockHash, InstanceId
+from isthmus.common.kv_events import (
+    BlocksRemoved,
+    BlocksStored,
+    CacheCleared,
+    KvEvent,
+    KvEventBatch,
+)
+from isthmus.router.kv_index import ApplyResult, KvIndex
+
+HASHES = [BlockHash(bytes([index]) * 16) for index in range(12)]
+hash_lists = st.lists(st.sampled_from(HASHES), max_size=6).map(tuple)
+events = st.one_of(
+    hash_lists.map(BlocksStored), hash_lists.map(BlocksRemoved), st.just(CacheCleared())
+)
+
+
+@dataclass
+class Worker:
+    """The truth: events numbered from 1, and what they leave cached."""
+
+    name: InstanceId
+    epoch: int = 1
+    log: list[KvEvent] = field(default_factory=list)
+
+    def cached(self, upto: int) -> set[BlockHash]:
+        held: set[BlockHash] = set()
+        for event in self.log[:upto]:
+            match event:
+                case BlocksStored(hashes):
+                    held |= set(hashes)
+                case BlocksRemoved(hashes):
+                    held -= set(hashes)
+                case CacheCleared():
+                    held = set()
+        return held
+
+    def batch(self, first: int, last: int) -> KvEventBatch:
+        return KvEventBatch(self.name, self.epoch, first, tuple(self.log[first - 1 : last]))
+
+    def answer(self, from_seq: int) -> KvEventBatch | None:
+        """What a stream opened at ``from_seq`` begins with."""
+        if from_seq == 0:
+            held = (BlocksStored(tuple(self.cached(len(self.log)))),)
+            return KvEventBatch(self.name, self.epoch, len(self.log), held, is_snapshot=True)
+        return self.batch(from_seq, len(self.log)) if from_seq <= len(self.log) else None
+
+
+def depth(held: set[BlockHash], chain: list[BlockHash]) -> int:
+    for reached, block_hash in enumerate(chain):
+        if block_hash not in held:
+            return reached
+    return len(chain)
+
+
+class Follower:
+    """Does what the feed does with a result: a gap opens the stream again."""
+
+    def __init__(self, index: KvIndex, worker: Worker) -> None:
+        self.index = index
+        self.worker = worker
+        self.open()
+
+    def open(self) -> None:
+        answer = self.worker.answer(self.index.next_seq(self.worker.name, self.worker.epoch))
+        if answer is not None:
+            assert self.index.apply(answer) in (ApplyResult.APPLIED, ApplyResult.DUPLICATE)
+
+    def deliver(self, batch: KvEventBatch) -> None:
+        if self.index.apply(batch) is ApplyResult.GAP:
+            self.open()
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_index_equals_the_truth_once_the_last_event_is_heard(data: st.DataObject) -> None:
+    index = KvIndex(max_blocks=100)
+    workers = [Worker(InstanceId(name)) for name in "abc"]
+    followers = [Follower(index, worker) for worker in workers]
+    in_flight: list[tuple[Follower, KvEventBatch]] = []
+    for _ in range(data.draw(st.integers(1, 25))):
+        follower = data.draw(st.sampled_from(followers))
+        worker = follower.worker
+        match data.draw(st.sampled_from(["event", "event", "lose", "deliver", "again", "restart"])):
+            case "event":
+                worker.log.append(data.draw(events))
+                in_flight.append((follower, worker.batch(len(worker.log), len(worker.log))))
+            case "lose":
+                worker.log.append(data.draw(events))
+            case "deliver" if in_flight:
+                place = data.draw(st.integers(0, len(in_flight) - 1))
+                late_follower, batch = in_flight.pop(place)
+                late_follower.deliver(batch)
+            case "again" if worker.log:
+                first = data.draw(st.integers(1, len(worker.log)))
+                last = data.draw(st.integers(first, len(worker.log)))
+                follower.deliver(worker.batch(first, last))
+            case "restart":
+                worker.epoch += 1
+                worker.log = []
+                index.reset(worker.name, worker.epoch)
+                assert index.num_blocks(worker.name) == 0
+                follower.open()
+        index.check_integrity()
+    for follower, batch in in_flight:
+        follower.deliver(batch)
+    for follower in followers:
+        follower.worker.log.append(BlocksStored(()))
+        follower.deliver(follower.worker.batch(len(follower.worker.log), len(follower.worker.log)))
+    index.check_integrity()
+    chain = data.draw(st.permutations(HASHES))
+    expected = {
+        worker.name: reached
+        for worker in workers
+        if (reached := depth(worker.cached(len(worker.log)), chain))
+    }
+    assert index.match(chain) == expected
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from("abc"), events), max_size=40), st.integers(1, 8))
+def test_index_never_exceeds_its_bound_nor_claims_what_was_not_stored(
+    stream: list[tuple[str, KvEvent]], max_blocks: int
+) -> None:
+    index = KvIndex(max_blocks)
+    workers = {name: Worker(InstanceId(name)) for name in "abc"}
+    for name, event in stream:
+        worker = workers[name]
+        worker.log.append(event)
+        if len(worker.log) == 1:
+            index.apply(worker.answer(0) or worker.batch(1, 1))
+        else:
+            index.apply(worker.batch(len(worker.log), len(worker.log)))
+        index.check_integrity()
+    for block_hash in HASHES:
+        for name in index.match([block_hash]):
+            assert block_hash in workers[name].cached(len(workers[name].log))

@@ -1,0 +1,129 @@
+"""The ledger against a brute-force model: nothing negative, nothing left, nothing counted twice."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from isthmus.common.clock import NS_PER_MS
+from isthmus.common.ids import DecisionId, InstanceId
+from isthmus.router.ledger import (
+    NOTHING_PENDING,
+    RESERVATION_TRANSITIONS,
+    Burden,
+    Ledger,
+    ReservationState,
+)
+
+TTL_MS = 5_000
+PREFILLS = [InstanceId("p0"), InstanceId("p1")]
+DECODES = [InstanceId("d0"), InstanceId("d1")]
+INSTANCES = PREFILLS + DECODES
+
+
+class LedgerMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ledger = Ledger(TTL_MS)
+        self.now_ns = 0
+        self.open: dict[DecisionId, tuple[InstanceId, InstanceId, bool]] = {}
+        self.count = 0
+
+    @rule(prefill=st.sampled_from(INSTANCES), decode=st.sampled_from(DECODES))
+    def reserve(self, prefill: InstanceId, decode: InstanceId) -> None:
+        self.count += 1
+        decision = DecisionId(str(self.count))
+        prefill_at = prefill if prefill in PREFILLS else decode
+        burden = Burden(10 * self.count, float(self.count), 100, 3)
+        self.ledger.reserve(decision, prefill_at, decode, burden, self.now_ns)
+        self.open[decision] = (prefill_at, decode, False)
+
+    @rule(pick=st.integers(0, 100))
+    def first_token(self, pick: int) -> None:
+        decision = DecisionId(str(pick % (self.count + 1)))
+        result = self.ledger.first_token(decision, self.now_ns)
+        prefill, decode, is_decoding = self.open.get(decision, (None, None, True))
+        assert (result is None) == is_decoding
+        if prefill is not None and decode is not None:
+            self.open[decision] = (prefill, decode, True)
+
+    @rule(pick=st.integers(0, 100))
+    def end(self, pick: int) -> None:
+        decision = DecisionId(str(pick % (self.count + 1)))
+        assert (self.ledger.end(decision) is not None) == (decision in self.open)
+        self.open.pop(decision, None)
+        assert self.ledger.end(decision) is None
+
+    @rule(instance=st.sampled_from(INSTANCES), num_seqs=st.integers(0, 10))
+    def report(self, instance: InstanceId, num_seqs: int) -> None:
+        before = self.ledger.pending(instance)
+        self.ledger.seen(instance, num_seqs, self.now_ns)
+        after = self.ledger.pending(instance)
+        visible = [
+            leg
+            for leg in self._legs(instance)
+            if leg.visible_ns(instance) is not None and leg.visible_ns(instance) <= self.now_ns
+        ]
+        incoming = sum(
+            decode == instance and prefill != instance and not is_decoding
+            for prefill, decode, is_decoding in self.open.values()
+            if instance in (prefill, decode)
+        )
+        # What the report speaks of and what is pending never add up to more than there is.
+        assert after.decode_blocks == 0
+        hidden = max(0, len(visible) - num_seqs)
+        assert after.prefill_seqs <= hidden
+        assert after.decode_seqs <= hidden + incoming
+        assert before.prefill_seqs >= 0
+
+    @rule(instance=st.sampled_from(INSTANCES))
+    def lose(self, instance: InstanceId) -> None:
+        self.ledger.forget(instance)
+        assert self.ledger.pending(instance) == NOTHING_PENDING
+
+    @rule(ms=st.integers(1, 3_000))
+    def time_passes(self, ms: int) -> None:
+        self.now_ns += ms * NS_PER_MS
+        for reservation in self.ledger.expire(self.now_ns):
+            del self.open[reservation.decision_id]
+
+    def _legs(self, instance: InstanceId):
+        return list(self.ledger._by_instance.get(instance, {}).values())
+
+    @invariant()
+    def is_sound(self) -> None:
+        assert len(self.ledger) == len(self.open)
+        for instance in INSTANCES:
+            pending = self.ledger.pending(instance)
+            assert (
+                min(
+                    pending.prefill_seqs,
+                    pending.prefill_tokens,
+                    pending.prefill_ms,
+                    pending.decode_seqs,
+                    pending.decode_context_tokens,
+                    pending.decode_blocks,
+                )
+                >= 0
+            )
+        self.ledger.check_integrity()
+
+    def teardown(self) -> None:
+        for decision in list(self.open):
+            self.ledger.end(decision)
+        assert len(self.ledger) == 0
+        assert all(self.ledger.pending(instance) == NOTHING_PENDING for instance in INSTANCES)
+        self.ledger.check_integrity()
+
+
+TestLedger = LedgerMachine.TestCase
+TestLedger.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_ended_reservations_lead_nowhere() -> None:
+    assert RESERVATION_TRANSITIONS.is_terminal(ReservationState.ENDED)
+    assert all(
+        RESERVATION_TRANSITIONS.can(state, ReservationState.ENDED)
+        for state in ReservationState
+        if state is not ReservationState.ENDED
+    )
