@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import asdict, is_dataclass
-from enum import Enum
+from enum import Enum, StrEnum
 from typing import Any
 
 import orjson
@@ -18,7 +18,7 @@ from rich.markup import escape
 from rich.table import Table
 
 
-class OutputFormat(str, Enum):
+class OutputFormat(StrEnum):
     TEXT = "text"
     JSON = "json"
 

@@ -133,9 +133,10 @@ def load_config(
 
     Raises ConfigError with one line per problem; an unknown key names the nearest known one.
     """
-    tree: dict[str, Any] = {}
+    # Over the dumped defaults: a pool of which only `cpus` is given keeps its number of replicas.
+    tree = ClusterConfig().model_dump()
     if file is not None:
-        tree = _read_yaml(file)
+        tree = _merge(tree, _read_yaml(file))
     tree = _merge(tree, _from_environ(os.environ if environ is None else environ))
     tree = _merge(tree, dict(overrides or {}))
     try:

@@ -46,7 +46,10 @@ PROCESS_TRANSITIONS: Transitions[ProcessState] = Transitions(
         )
         | _STOP,
         ProcessState.RUNNING: frozenset({ProcessState.BACKOFF, ProcessState.FAILED}) | _STOP,
-        ProcessState.BACKOFF: frozenset({ProcessState.RUNNING, ProcessState.FAILED}) | _STOP,
+        ProcessState.BACKOFF: frozenset(
+            {ProcessState.RUNNING, ProcessState.BACKOFF, ProcessState.FAILED}  # refused again
+        )
+        | _STOP,
         ProcessState.STOPPING: frozenset({ProcessState.STOPPED}),
         ProcessState.STOPPED: frozenset(),
         ProcessState.FAILED: frozenset(),

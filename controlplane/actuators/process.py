@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 from asyncio.subprocess import DEVNULL, STDOUT, Process
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from isthmus.controlplane.logs import last_problem, log_file
 
 CONFIG_EXIT_CODE = 2  # of a worker or gateway that cannot start as it is configured
 LAUNCH = str(Path(__file__).with_name("launch.py"))
-_MODULES = {
+MODULES: Mapping[ProcessKind, str] = {
     ProcessKind.GATEWAY: "isthmus.gateway.main",
     ProcessKind.PREFILL: "isthmus.prefill_worker.main",
     ProcessKind.DECODE: "isthmus.decode_worker.main",
@@ -34,9 +35,9 @@ _MODULES = {
 }
 
 
-def command_of(spec: ProcessSpec, config_file: Path) -> list[str]:
+def command_of(spec: ProcessSpec, config_file: Path, module: str) -> list[str]:
     """Arguments for Python that run ``spec``."""
-    command = ["-m", _MODULES[spec.kind], "--config-json", str(config_file)]
+    command = ["-m", module, "--config-json", str(config_file)]
     command += ["--registry", spec.registry_address]
     if spec.kind.role is not None:
         command += ["--instance-id", spec.name]
@@ -59,9 +60,12 @@ def describe_exit(returncode: int, log: Path) -> Exit:
 class ProcessActuator:
     """Implements ``Actuator``. ``run_dir`` holds configuration files, ``log_dir`` the logs."""
 
-    def __init__(self, run_dir: Path, log_dir: Path) -> None:
+    def __init__(
+        self, run_dir: Path, log_dir: Path, modules: Mapping[ProcessKind, str] = MODULES
+    ) -> None:
         self._run_dir = run_dir
         self._log_dir = log_dir
+        self._modules = modules
         self._handles: list[ProcessHandle] = []
 
     async def open(self) -> None:
@@ -79,7 +83,7 @@ class ProcessActuator:
                 process = await asyncio.create_subprocess_exec(
                     sys.executable,
                     *launch,
-                    *command_of(spec, config_file),
+                    *command_of(spec, config_file, self._modules[spec.kind]),
                     stdin=DEVNULL,
                     stdout=log,
                     stderr=STDOUT,

@@ -1,0 +1,95 @@
+"""For every test: a tidy environment before it, and nothing of it left afterwards.
+
+Checked after each test: threads that would keep the interpreter alive, child processes, and (for
+tests with an event loop) tasks. What multiprocessing keeps for itself is not a leak.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+GRACE_S = 3.0
+_KEPT_BY_MULTIPROCESSING = (b"multiprocessing.resource_tracker", b"multiprocessing.forkserver")
+
+
+def pytest_configure() -> None:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    # A developer's own settings must not reach the configurations that tests make.
+    for name in [name for name in os.environ if name.startswith("ISTHMUS_")]:
+        del os.environ[name]
+
+
+@pytest.fixture
+def free_port() -> int:
+    """A port on the loopback interface that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture(autouse=True)
+def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Set up first and torn down last, so every other fixture has had its turn to clean up."""
+    threads_before = set(threading.enumerate())
+    children_before = child_processes()
+    if request.node.get_closest_marker("asyncio"):
+        request.getfixturevalue("no_leaked_tasks")
+    yield
+    _expect_none(lambda: _lasting_threads() - threads_before, "threads left running")
+    _expect_none(lambda: child_processes() - children_before, "child processes left running")
+
+
+@pytest_asyncio.fixture
+async def no_leaked_tasks() -> AsyncIterator[None]:
+    before = asyncio.all_tasks()
+    yield
+    deadline = time.monotonic() + GRACE_S
+    current = asyncio.current_task()
+    while left := {task for task in asyncio.all_tasks() - before if task is not current}:
+        if time.monotonic() > deadline:
+            pytest.fail(f"asyncio tasks left running: {sorted(map(repr, left))}")
+        await asyncio.sleep(0.001)
+
+
+def _expect_none(left: Callable[[], set[object]], what: str) -> None:
+    deadline = time.monotonic() + GRACE_S
+    while found := left():
+        if time.monotonic() > deadline:
+            pytest.fail(f"{what}: {sorted(map(str, found))}")
+        time.sleep(0.005)
+
+
+def _lasting_threads() -> set[object]:
+    return {thread for thread in threading.enumerate() if not thread.daemon}
+
+
+def child_processes() -> set[object]:
+    """Direct children of this process as (pid, command line), multiprocessing's own left out."""
+    children: set[object] = set()
+    for listing in Path("/proc/self/task").glob("*/children"):
+        try:
+            pids = listing.read_text().split()
+        except OSError:  # the thread has ended
+            continue
+        for pid in pids:
+            command = _command_line(pid)
+            if not any(name in command for name in _KEPT_BY_MULTIPROCESSING):
+                children.add((int(pid), command.replace(b"\0", b" ").decode(errors="replace")))
+    return children
+
+
+def _command_line(pid: str) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""

@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+from isthmus.common.config import ClusterConfig, load_config
+from isthmus.common.errors import ConfigError, ModelFileError
+from isthmus.common.model_files import ModelFiles, ModelKind
+from isthmus.controlplane import preflight
+from isthmus.controlplane.preflight import GIB, MemoryEstimate
+
+
+def config_of(**tree: Any) -> ClusterConfig:
+    return load_config(overrides=tree, environ={})
+
+
+def model_folder(folder: Path, num_bytes: int, **config: str) -> ModelFiles:
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "model.safetensors").write_bytes(bytes(num_bytes))
+    return ModelFiles(ModelKind.HF, folder)
+
+
+def test_port_in_use_is_one_sentence_that_names_the_option() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"port {port} on 127.0.0.1 is in use.*--port"):
+            preflight.probe_port("127.0.0.1", port, "--port")
+
+
+def test_port_zero_becomes_a_free_one() -> None:
+    port = preflight.probe_port("127.0.0.1", 0, "--port")
+    assert preflight.probe_port("127.0.0.1", port, "--port") == port
+
+
+def test_unknown_host_is_one_sentence() -> None:
+    with pytest.raises(ConfigError, match="cannot listen on no.such.host.invalid"):
+        preflight.probe_port("no.such.host.invalid", 1, "--port")
+
+
+def test_weights_count_in_the_dtype_that_is_loaded(tmp_path: Path) -> None:
+    files = model_folder(tmp_path, 1000, torch_dtype="bfloat16")
+    assert preflight.weight_bytes(config_of().model, files) == 1000
+    float32 = config_of(model={"dtype": "float32"}).model
+    assert preflight.weight_bytes(float32, files) == 2000
+
+
+def test_broken_model_configuration_is_named(tmp_path: Path) -> None:
+    files = model_folder(tmp_path, 10)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ModelFileError, match=r"config\.json"):
+        preflight.weight_bytes(config_of().model, files)
+
+
+def test_estimate_adds_every_instance_up(tmp_path: Path) -> None:
+    files = model_folder(tmp_path, 4 * GIB // 4096, torch_dtype="bfloat16")
+    weights = 4 * GIB // 4096
+    engine = {"kv_cache_gib": 2.0}
+    config = config_of(
+        prefill={"replicas": 1, "engine": engine},
+        decode={"replicas": 3, "engine": engine},
+        lifecycle={"actuator": "process"},
+    )
+    each = preflight.PROCESS_BYTES + weights + 2 * GIB
+    assert preflight.estimate_memory(config, files).total == 4 * each + preflight.CONTROL_BYTES
+
+
+def test_too_little_memory_says_how_much_is_needed_and_free() -> None:
+    estimate = MemoryEstimate(instances={}, rest=3 * GIB)
+    with pytest.raises(ConfigError, match=r"about 3\.0 GiB .* 1\.0 GiB are free"):
+        preflight.check_memory(estimate, GIB)
+    preflight.check_memory(estimate, 3 * GIB)
+
+
+def test_limit_of_a_container_counts(tmp_path: Path) -> None:
+    (tmp_path / "memory.max").write_text("3000\n")
+    (tmp_path / "memory.current").write_text("2500\n")
+    (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 700\n")
+    assert preflight.available_memory(tmp_path) == 1200
+    (tmp_path / "memory.max").write_text("max\n")
+    assert preflight.available_memory(tmp_path) > 1200
+
+
+def test_a_cluster_that_cannot_decode_is_refused() -> None:
+    with pytest.raises(ConfigError, match="nothing would decode"):
+        preflight.check(config_of(decode={"replicas": 0}))
+
+
+def test_pools_must_agree_on_the_block_size() -> None:
+    with pytest.raises(ConfigError, match="one block_size, not 16, 32"):
+        preflight.check(config_of(prefill={"engine": {"block_size": 32}}))
+
+
+def test_missing_package_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match=r"torch is not installed: pip install"):
+        preflight.check(config_of())
