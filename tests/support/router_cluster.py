@@ -85,6 +85,7 @@ class Cluster:
     def report(self, name: str, **changes: Any) -> None:
         self._seq[name] = self._seq.get(name, 0) + 1
         self.router.state.reported(make_report(name, seq=self._seq[name], **changes))
+        self.clock.advance_ms(0.001)  # what is decided next comes after the report
 
     def store(self, name: str, hashes: tuple[BlockHash, ...], epoch: int = 1) -> None:
         """The instance tells that it holds exactly these blocks."""
