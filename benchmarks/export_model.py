@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from isthmus.engine.models.sample import sample_model_path
+from isthmus.common.model_files import sample_model_path
 
 
 def export(target: Path) -> Path:

@@ -7,17 +7,14 @@ a time. It keeps no tensor: the bytes stay in the page cache until they are aske
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Protocol
 
 import torch
-from isthmus.common.errors import ModelFileError
+from isthmus.common.model_files import ModelFiles, ModelKind
 from isthmus.engine.models.config import RawConfig
 
 
 class Checkpoint(Protocol):
-    name: str
-    """A name for people, from the file's or folder's."""
     config: RawConfig
     dtype: str
     """``float32`` or ``bfloat16``: what ``auto`` means for this checkpoint."""
@@ -32,19 +29,13 @@ class Checkpoint(Protocol):
         ...
 
 
-def open_checkpoint(path: Path) -> Checkpoint:
+def open_checkpoint(files: ModelFiles) -> Checkpoint:
     """Reads headers only. Raises ModelFileError, UnknownArchitectureError."""
-    # Here, not above: each format builds on this module.
-    from isthmus.engine.models.gguf import GgufCheckpoint
+    # Here, not above: only the format at hand needs its library.
+    if files.kind is ModelKind.GGUF:
+        from isthmus.engine.models.gguf import GgufCheckpoint
+
+        return GgufCheckpoint(files.path)
     from isthmus.engine.models.safetensors import SafetensorsCheckpoint
 
-    if path.is_dir():
-        return SafetensorsCheckpoint(path)
-    if path.suffix == ".gguf":
-        return GgufCheckpoint(path)
-    what = "is neither a directory nor a .gguf file" if path.exists() else "does not exist"
-    raise ModelFileError(
-        f"model path {path} {what}; give a Hugging Face directory (config.json and safetensors), "
-        "a .gguf file, or 'sample'",
-        stage="load",
-    )
+    return SafetensorsCheckpoint(files.path)

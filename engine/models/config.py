@@ -7,7 +7,6 @@ the architecture's (``registry``): only it knows which optional parts a family h
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -180,11 +179,6 @@ def with_max_model_len(config: DecoderConfig, requested: int) -> DecoderConfig:
         message = f"max_model_len {requested} is beyond the model's limit of {longest} tokens"
         raise ConfigError(message, stage="load", param="model.max_model_len")
     return replace(config, max_model_len=requested or own)
-
-
-def name_of_file(path: str) -> str:
-    """A model name from a file's or folder's name, without the marks of a quantisation."""
-    return re.sub(r"[.-](I?Q\d\w*|[BF]+\d+)$", "", path.removesuffix(".gguf"), flags=re.IGNORECASE)
 
 
 def _rope_config(raw: RawConfig) -> RopeConfig:

@@ -31,6 +31,9 @@ class Decoder:
         self._cos_sin = cos_sin
         self._kernels = kernels
         self._scale = config.head_dim**-0.5
+        # Every layer ends in the norm of the next, which is added and applied in one go.
+        self._next_norms = [layer.attention_norm for layer in weights.layers[1:]]
+        self._next_norms.append(weights.final_norm)
         on_cpu = weights.embedding.device.type == "cpu"
         self._activation_dtype = torch.float32 if on_cpu else weights.embedding.dtype
 
@@ -41,9 +44,8 @@ class Decoder:
         embedded = torch.nn.functional.embedding(batch.input_ids, weights.embedding)
         residual = embedded.to(self._activation_dtype)  # [T, E]
         normed = kernels.rms_norm(residual, weights.layers[0].attention_norm, eps)
-        next_norms = [layer.attention_norm for layer in weights.layers[1:]] + [weights.final_norm]
         last = len(weights.layers) - 1
-        for index, (layer, next_norm) in enumerate(zip(weights.layers, next_norms, strict=True)):
+        for index, layer in enumerate(weights.layers):
             attended = self._attend(layer, index, normed, batch, kv)  # [T, H·D]
             if index == last:  # KV is complete: only rows that need logits go on, [K, …]
                 attended = attended[batch.logits_index]
@@ -52,7 +54,7 @@ class Decoder:
             normed, residual = kernels.add_rms_norm(hidden, residual, layer.ffn_norm, eps)
             hidden = kernels.linear(normed, layer.gate_up)
             hidden = kernels.linear(kernels.silu_mul(hidden), layer.down)
-            normed, residual = kernels.add_rms_norm(hidden, residual, next_norm, eps)
+            normed, residual = kernels.add_rms_norm(hidden, residual, self._next_norms[index], eps)
         return kernels.linear(normed, weights.lm_head).float()
 
     def _attend(

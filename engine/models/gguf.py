@@ -21,7 +21,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 from isthmus.common.errors import ModelFileError
 from isthmus.common.gguf_file import GgufFile, GgufTensor, read_gguf
-from isthmus.engine.models.config import RawConfig, name_of_file, parse_config
+from isthmus.engine.models.config import RawConfig, parse_config
 from isthmus.engine.models.registry import ARCHITECTURES, unknown_architecture
 
 _TOP_LEVEL_NAMES = {
@@ -61,7 +61,6 @@ class GgufCheckpoint:
         if file.metadata.get("split.count", 1) not in (0, 1):
             message = f"{path} is one part of a split GGUF; merge it first (gguf-split --merge)"
             raise ModelFileError(message, stage="load")
-        self.name = name_of_file(path.name)
         with path.open("rb") as opened:
             self._bytes = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
         self._tensors = {_model_name(name): tensor for name, tensor in file.tensors.items()}

@@ -7,18 +7,17 @@ tensors' names and shapes, the memory they need.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
-import psutil
 import torch
 from isthmus.common.config import DTypeName, ModelConfig
 from isthmus.common.errors import ConfigError, ModelTooLargeError
+from isthmus.common.memory import available_memory
+from isthmus.common.model_files import ModelFiles, locate_model
 from isthmus.engine.models import registry
 from isthmus.engine.models.checkpoint import Checkpoint, open_checkpoint
 from isthmus.engine.models.config import DecoderConfig, with_max_model_len
 from isthmus.engine.models.decoder import Decoder
 from isthmus.engine.models.rope import cos_sin_table
-from isthmus.engine.models.sample import sample_model_path
 from isthmus.engine.models.types import LanguageModel, ModelSpec
 from isthmus.engine.models.weights import (
     WeightReader,
@@ -30,15 +29,14 @@ from isthmus.engine.models.weights import (
 )
 from isthmus.kernels import select
 
-SAMPLE = "sample"
 _GIB = 2**30
-_CGROUP = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True, slots=True)
 class _Source:
     """A checkpoint that has been checked and can be loaded."""
 
+    files: ModelFiles
     checkpoint: Checkpoint
     config: DecoderConfig
     dtype: str
@@ -47,7 +45,7 @@ class _Source:
     def spec(self, served_name: str) -> ModelSpec:
         config = self.config
         return ModelSpec(
-            name=served_name or self.checkpoint.name,
+            name=served_name or self.files.name,
             architecture=config.architecture,
             fingerprint=fingerprint(config, self.dtype, self.checkpoint),
             num_layers=config.num_layers,
@@ -94,13 +92,13 @@ def load_model(model: ModelConfig, device: str, num_threads: int) -> LanguageMod
 
 
 def _open(model: ModelConfig) -> _Source:
-    path = sample_model_path() if model.path == SAMPLE else Path(model.path).expanduser()
-    checkpoint = open_checkpoint(path)
+    files = locate_model(model.path)
+    checkpoint = open_checkpoint(files)
     config = with_max_model_len(registry.configure(checkpoint.config), model.max_model_len)
     expected = expected_shapes(config)
-    check_shapes(checkpoint.shapes, expected, source=str(path))
+    check_shapes(checkpoint.shapes, expected, source=str(files.path))
     dtype = _dtype(model.dtype, checkpoint)
-    return _Source(checkpoint, config, dtype, num_weight_bytes(expected, dtype))
+    return _Source(files, checkpoint, config, dtype, num_weight_bytes(expected, dtype))
 
 
 def _dtype(requested: DTypeName, checkpoint: Checkpoint) -> str:
@@ -124,7 +122,7 @@ def _check_fits(source: _Source, device: torch.device) -> None:
     available = _available_bytes(device)
     if source.weight_bytes > available:
         raise ModelTooLargeError(
-            f"{source.checkpoint.name} needs {source.weight_bytes / _GIB:.2f} GiB for its weights "
+            f"{source.files.name} needs {source.weight_bytes / _GIB:.2f} GiB for its weights "
             f"in {source.dtype}; {available / _GIB:.2f} GiB are available on {device}",
             stage="load",
         )
@@ -133,14 +131,4 @@ def _check_fits(source: _Source, device: torch.device) -> None:
 def _available_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    return min(psutil.virtual_memory().available, _container_bytes())
-
-
-def _container_bytes() -> int:
-    """What is left under the container's memory limit, where there is one (cgroup v2)."""
-    try:
-        limit = (_CGROUP / "memory.max").read_text().strip()
-        used = int((_CGROUP / "memory.current").read_text())
-    except OSError:
-        return 2**63
-    return 2**63 if limit == "max" else max(int(limit) - used, 0)
+    return available_memory()

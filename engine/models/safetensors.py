@@ -11,7 +11,7 @@ import msgspec
 import torch
 import xxhash
 from isthmus.common.errors import ModelFileError
-from isthmus.engine.models.config import RawConfig, name_of_file, parse_config
+from isthmus.engine.models.config import RawConfig, parse_config
 from safetensors import SafetensorError, safe_open
 
 SINGLE_FILE = "model.safetensors"
@@ -35,7 +35,7 @@ class SafetensorsCheckpoint:
     """Raises ModelFileError for a missing, truncated or contradictory file."""
 
     def __init__(self, folder: Path) -> None:
-        self.name = name_of_file(folder.resolve().name)
+        self._folder = folder
         self.config = _read_config(folder)
         self._file_by_tensor: dict[str, _File] = {}
         for path in _weight_files(folder):
@@ -51,7 +51,7 @@ class SafetensorsCheckpoint:
     def read(self, name: str) -> torch.Tensor:
         tensor = self._file_by_tensor[name].get_tensor(name)
         if not tensor.is_floating_point():
-            message = f"{self.name}: tensor {name} is {tensor.dtype}; only GGUF may be quantised"
+            message = f"{self._folder}: tensor {name} is {tensor.dtype}; only GGUF may be quantised"
             raise ModelFileError(message, stage="load")
         return tensor
 
@@ -62,8 +62,6 @@ class SafetensorsCheckpoint:
 
 def _read_config(folder: Path) -> RawConfig:
     path = folder / "config.json"
-    if not path.is_file():
-        raise ModelFileError(f"{folder} is no model directory: it has no config.json", stage="load")
     config = _read_json(path)
     generation = folder / "generation_config.json"
     if generation.is_file():  # its end tokens are the ones the model was tuned to stop at

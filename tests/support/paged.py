@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import torch
 from isthmus.engine.models.types import ForwardBatch, LanguageModel
@@ -38,11 +39,13 @@ class PagedSequences:
         self.kv = torch.full(shape, float("nan"), dtype=DTYPES[spec.dtype], device=device)
 
     def step(
-        self, scheduled: Mapping[int, Sequence[int]], *, last_only: bool = False
+        self,
+        scheduled: Mapping[int, Sequence[int]],
+        wanted: Literal["all", "last", "none"] = "all",
     ) -> dict[int, torch.Tensor]:
-        """Runs the given next tokens of the given sequences; logits [tokens, V] of each.
+        """Runs the given next tokens of the given sequences.
 
-        With ``last_only`` the logits of each sequence's last token: [1, V].
+        Returns each sequence's logits: of all these tokens, of the last or of none of them.
         """
         ids, positions, slots, starts, lengths = [], [], [], [0], []
         for index, tokens in scheduled.items():
@@ -57,14 +60,15 @@ class PagedSequences:
             starts.append(len(ids))
             self.num_computed[index] = first + len(tokens)
             lengths.append(self.num_computed[index])
-        rows = [stop - 1 for stop in starts[1:]] if last_only else list(range(len(ids)))
+        spans = [range(*pair) for pair in itertools.pairwise(starts)]
+        spans = [{"all": span, "last": span[-1:], "none": span[:0]}[wanted] for span in spans]
+        rows = [row for span in spans for row in span]
         width = max(-(-length // self.block_size) for length in lengths)
         tables = [(self.tables[index] + [0] * width)[:width] for index in scheduled]
-        counts = [1] * len(scheduled) if last_only else [len(t) for t in scheduled.values()]
         logits = self.model.forward(
             self._batch(ids, positions, slots, starts, lengths, tables, rows), self.kv
         )
-        return dict(zip(scheduled, logits.split(counts), strict=True))
+        return dict(zip(scheduled, logits.split([len(span) for span in spans]), strict=True))
 
     def run(self, index: int, tokens: Sequence[int], chunks: Sequence[int]) -> torch.Tensor:
         """Runs ``tokens`` of one sequence in pieces of the given sizes; logits [tokens, V]."""
@@ -79,7 +83,7 @@ class PagedSequences:
         output: list[int] = []
         pending: Sequence[int] = prompt
         for _ in range(num_tokens):
-            logits = self.step({index: pending}, last_only=True)[index]
+            logits = self.step({index: pending}, "last")[index]
             output.append(int(logits[0].argmax()))
             pending = output[-1:]
         return output

@@ -70,12 +70,22 @@ def test_only_the_rows_asked_for_come_back(tmp_path: Path) -> None:
     reference = tiny_model("llama")
     model = load_model(fp32(save(reference, tmp_path)), "cpu", 1)
     sequences = PagedSequences(model, num_sequences=2)
-    logits = sequences.step({0: TOKENS[:9], 1: TOKENS[4:7]}, last_only=True)
+    logits = sequences.step({0: TOKENS[:9], 1: TOKENS[4:7]}, "last")
     assert logits[0].dtype == torch.float32
     expected = reference_logits(reference, TOKENS[:9])[-1:]
     torch.testing.assert_close(logits[0], expected, atol=TOLERANCE, rtol=0)
     expected = reference_logits(reference, TOKENS[4:7])[-1:]
     torch.testing.assert_close(logits[1], expected, atol=TOLERANCE, rtol=0)
+
+
+def test_chunk_that_needs_no_logits_still_writes_its_kv(tmp_path: Path) -> None:
+    reference = tiny_model("llama")
+    model = load_model(fp32(save(reference, tmp_path)), "cpu", 1)
+    sequences = PagedSequences(model)
+    assert sequences.step({0: TOKENS[:20]}, "none")[0].shape == (0, 96)
+    logits = sequences.step({0: TOKENS[20:]})[0]
+    expected = reference_logits(reference, TOKENS)[20:]
+    torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
 
 
 def test_bfloat16_rounds_weights_and_kv_but_not_activations(tmp_path: Path) -> None:

