@@ -1,4 +1,4 @@
-"""What a request gets must not depend on how its tokens were batched, chunked, cached or preempted."""
+"""What a request gets does not depend on how its tokens were batched, chunked or cached."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ def broken_core(failures: int) -> tuple[EngineCore, TinyModel]:
 
 
 def test_failed_step_ends_its_sequences_and_the_engine_goes_on() -> None:
-    core, model = broken_core(1)
+    core, _ = broken_core(1)
     requests = [make_request(f"r{i}", make_prompt(6, salt=i)) for i in range(2)]
     for request in requests:
         core.add(request)

@@ -147,20 +147,16 @@ def test_prefill_stays_held_until_released_once_or_twice() -> None:
     assert core.load().cached_blocks == 2
 
 
-@pytest.mark.parametrize(
-    ("sampling", "reason"),
-    [({"max_tokens": 1}, FinishReason.LENGTH), ({"stop": True}, FinishReason.STOP)],
-)
-def test_prefill_that_ends_with_its_first_token_says_so(
-    sampling: dict[str, object], reason: FinishReason
-) -> None:
+@pytest.mark.parametrize("reason", [FinishReason.LENGTH, FinishReason.STOP])
+def test_prefill_that_ends_with_its_first_token_says_so(reason: FinishReason) -> None:
     prompt = make_prompt(10)
-    if sampling.pop("stop", False):
-        sampling["stop_token_ids"] = (
-            generate(make_tiny_core(), make_request("x", prompt))[0].token_ids[0],
-        )
+    first_token = generate(make_tiny_core(), make_request("x", prompt))[0].token_ids[0]
+    sampling: dict[FinishReason, dict[str, object]] = {
+        FinishReason.LENGTH: {"max_tokens": 1},
+        FinishReason.STOP: {"stop_token_ids": (first_token,)},
+    }
     core = make_tiny_core()
-    outcome = prefill(core, make_request("r", prompt, **sampling))
+    outcome = prefill(core, make_request("r", prompt, **sampling[reason]))
     assert outcome.finish_reason is reason
     assert core.load().held_blocks == 3  # chunks of it may still be on their way
     core.release_hold(R)

@@ -108,9 +108,9 @@ def test_extreme_draws_pick_tokens_that_are_possible(draw: float) -> None:
 
 def test_sampled_frequencies_match_the_distribution() -> None:
     logits = np.log(np.array([0.5, 0.3, 0.2], dtype=np.float32))
-    draws = uniforms([1] * 5000, list(range(5000)))
+    draws = uniforms([1] * 3000, list(range(3000)))
     counts = Counter(draw_token(logits, SamplingParams(temperature=1.0), d) for d in draws)
-    assert [round(counts[i] / 5000, 1) for i in range(3)] == [0.5, 0.3, 0.2]
+    assert [round(counts[i] / 3000, 1) for i in range(3)] == [0.5, 0.3, 0.2]
 
 
 def reference_filter(logits: NDArray[np.float32], params: SamplingParams) -> set[int]:
@@ -143,9 +143,9 @@ def reference_filter(logits: NDArray[np.float32], params: SamplingParams) -> set
 def test_filters_keep_exactly_the_allowed_tokens(params: SamplingParams) -> None:
     logits = make_logits(1)
     allowed = reference_filter(logits, params)
-    drawn = {draw_token(logits, params, float(d)) for d in np.linspace(0, 0.999999, 4000)}
+    drawn = {draw_token(logits, params, float(d)) for d in np.linspace(0, 0.999999, 1000)}
     assert drawn <= allowed
-    if len(allowed) < 30:
+    if len(allowed) < 10:
         assert drawn == allowed
 
 
