@@ -82,6 +82,7 @@ class TransferManager:
         self._poller: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._is_closed = False
+        self._has_failed = False
         self._log = RateLimitedLog(get_logger("kvtransfer"))
         self.bytes_sent = 0
         self.bytes_received = 0
@@ -193,6 +194,8 @@ class TransferManager:
     ) -> None:
         if self._is_closed:
             raise TransferError("this instance is shutting down", stage="transfer")
+        if self._has_failed:
+            raise TransferError("the poller failed", stage="transfer")
         check_ticket(
             ticket, addressee, self._me, self._layout, num_target_blocks, self._clock.now_ns()
         )
@@ -303,16 +306,17 @@ class TransferManager:
                 _SHORTEST_PAUSE_S if not sweep.is_empty else min(2 * pause_s, _LONGEST_PAUSE_S)
             )
             try:
-                await asyncio.wait_for(self._kick.wait(), pause_s)
+                async with asyncio.timeout(pause_s):
+                    await self._kick.wait()
+                pause_s = _SHORTEST_PAUSE_S
             except TimeoutError:
                 continue
-            pause_s = _SHORTEST_PAUSE_S
 
     def _poller_ended(self, poller: asyncio.Task[None]) -> None:
         """A poller ends by ``close``; ending by a bug must not leave sessions waiting for it."""
         if poller.cancelled():
             return
-        self._is_closed = True
+        self._has_failed = True
         error = TransferError(
             f"the transfer poller failed: {poller.exception()!r}", stage="transfer"
         )

@@ -158,7 +158,8 @@ class ReceiveSession:
     async def quiesced(self, timeout_s: float) -> bool:
         """Waits for ``is_quiescent``; False when it did not come in time."""
         try:
-            await asyncio.wait_for(self._quiescent.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._quiescent.wait()
         except TimeoutError:
             return False
         return True

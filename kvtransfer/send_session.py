@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
+from isthmus.common.clock import NS_PER_S
 from isthmus.common.errors import (
     CancelledError,
     IsthmusError,
@@ -169,7 +170,8 @@ class SendSession:
         """
         limit_ns = max(0, self._host.ns_until(self.expires_ns + self._quarantine_ns))
         try:
-            await asyncio.wait_for(self._quiet.wait(), limit_ns / 1e9)
+            async with asyncio.timeout(limit_ns / NS_PER_S):
+                await self._quiet.wait()
         except TimeoutError:
             return False
         return not self._may_still_land
