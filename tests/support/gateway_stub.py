@@ -28,7 +28,12 @@ from isthmus.protos.v1 import (
 
 
 def make_request(
-    tokens: Sequence[int], *, timeout_ms: int = 30_000, num_resumed: int = 0, **sampling: object
+    tokens: Sequence[int],
+    *,
+    timeout_ms: int = 30_000,
+    num_resumed: int = 0,
+    cache_salt: str = "",
+    **sampling: object,
 ) -> Request:
     settings: dict[str, object] = {"temperature": 0.0, "max_tokens": 8, **sampling}
     now_ns = time.time_ns()
@@ -40,6 +45,7 @@ def make_request(
         arrival_ns=now_ns,
         deadline_ns=now_ns + timeout_ms * 1_000_000,
         num_resumed_tokens=num_resumed,
+        cache_salt=cache_salt,
     )
 
 
