@@ -36,9 +36,11 @@ struct QueryBlock {
   int64_t sequence, first_row, count, position;
 };
 
-// Where a tile of keys and values lies; positions out of sight of every row point to zeros.
+// Where the keys and values of a tile lie. Those out of sight of every row point to zeros; `count`
+// is one more than the last in sight.
 template <typename T>
 struct KeyTile {
+  int64_t count;
   const T* keys[kTileKeys];
   const T* values[kTileKeys];
 };
@@ -53,7 +55,7 @@ struct Scratch {
     outputs.assign(rows * shape.padded_dim(), 0.0f);
     highest.assign(rows, kNothingSeen);
     total.assign(rows, 0.0f);
-    key_panels.resize(kTileKeys * shape.head_dim);
+    key_panels.resize(2 * kPanel * shape.head_dim);
     value_panels.resize(kTileKeys * shape.padded_dim());
   }
 };
@@ -110,17 +112,14 @@ void keys_to_panel(const T* const* keys, int64_t head_dim, float* panel) {
 // Values of the tile's first `count` keys as panels [⌈D/16⌉][64][16].
 template <typename T>
 void values_to_panels(const T* const* values, int64_t count, int64_t head_dim, float* panels) {
-  for (int64_t first = 0; first < head_dim; first += kPanel) {
-    int64_t width = std::min<int64_t>(kPanel, head_dim - first);
-    float* panel = panels + first * kTileKeys;
-    for (int64_t key = 0; key < count; key++) {
-      float* row = panel + key * kPanel;
-      if (width == kPanel) {
-        for (int d = 0; d < kPanel; d++) row[d] = widen(values[key][first + d]);
-      } else {
-        for (int d = 0; d < kPanel; d++) row[d] = d < width ? widen(values[key][first + d]) : 0.0f;
-      }
-    }
+  int64_t whole = head_dim / kPanel * kPanel;
+  for (int64_t key = 0; key < count; key++) {
+    float* row = panels + key * kPanel;
+    for (int64_t d = 0; d < whole; d += kPanel) widen16(values[key] + d, row + d * kTileKeys);
+    if (whole == head_dim) continue;
+    float* last = row + whole * kTileKeys;
+    for (int64_t d = 0; d < kPanel; d++)
+      last[d] = whole + d < head_dim ? widen(values[key][whole + d]) : 0.0f;
   }
 }
 
@@ -168,15 +167,11 @@ struct Attention {
     int64_t last = block.position + block.count - 1;
     int64_t first = std::max<int64_t>(0, block.position - window + 1);
     int64_t tile = first / kTileKeys * kTileKeys;
-    KeyTile<T> here = locate(block.sequence, kv_head, tile, first, last);
-    for (; tile <= last; tile += kTileKeys) {
-      KeyTile<T> next = here;
-      if (tile + kTileKeys <= last) {
-        next = locate(block.sequence, kv_head, tile + kTileKeys, first, last);
-        prefetch(next);
-      }
-      attend(block, here, tile, std::min(kTileKeys, last - tile + 1), scratch);
-      here = next;
+    KeyTile<T> tiles[2];
+    locate(block.sequence, kv_head, tile, first, last, tiles[0]);
+    for (int here = 0; tile <= last; tile += kTileKeys, here = 1 - here) {
+      locate(block.sequence, kv_head, tile + kTileKeys, first, last, tiles[1 - here]);
+      attend(block, tiles[here], tiles[1 - here], tile, scratch);
     }
     store_outputs(block, kv_head, scratch);
   }
@@ -201,41 +196,48 @@ struct Attention {
     }
   }
 
-  KeyTile<T> locate(int64_t sequence, int64_t kv_head, int64_t tile, int64_t first,
-                    int64_t last) const {
-    KeyTile<T> found;
+  void locate(int64_t sequence, int64_t kv_head, int64_t tile, int64_t first, int64_t last,
+              KeyTile<T>& found) const {
+    found.count = std::clamp<int64_t>(last + 1 - tile, 0, kTileKeys);
     const int32_t* blocks = block_table + sequence * max_blocks;
+    int64_t index = tile / shape.block_size, offset = tile % shape.block_size;
     for (int64_t i = 0; i < kTileKeys; i++) {
-      int64_t position = tile + i;
-      bool in_sight = position >= first && position <= last;
-      int64_t block = in_sight ? blocks[position / shape.block_size] : 0;
-      int64_t slot = kv_head * shape.block_size + position % shape.block_size;
-      const T* key = keys + block * shape.block_stride + slot * shape.head_dim;
-      found.keys[i] = in_sight ? key : zeros;
+      bool in_sight = tile + i >= first && tile + i <= last;
+      int64_t slot = kv_head * shape.block_size + offset;
+      const T* key = zeros;
+      if (in_sight) key = keys + blocks[index] * shape.block_stride + slot * shape.head_dim;
+      found.keys[i] = key;
       found.values[i] = in_sight ? key + shape.values_offset : zeros;
-    }
-    return found;
-  }
-
-  void prefetch(const KeyTile<T>& tile) const {
-    for (int64_t i = 0; i < kTileKeys; i++)
-      for (int64_t d = 0; d < shape.head_dim; d += 64 / int64_t(sizeof(T))) {
-        __builtin_prefetch(tile.keys[i] + d);
-        __builtin_prefetch(tile.values[i] + d);
+      if (++offset == shape.block_size) {
+        offset = 0;
+        index++;
       }
+    }
   }
 
-  // One tile of keys, of which the first `count` are seen by some row.
-  void attend(const QueryBlock& block, const KeyTile<T>& keys, int64_t tile, int64_t count,
-              Scratch& scratch) const {
-    static const float zero_row[kPanel] = {};
+  void prefetch(const T* const* vectors, int64_t first, int64_t last) const {
+    for (int64_t i = first; i < last; i++)
+      for (int64_t d = 0; d < shape.head_dim; d += 64 / int64_t(sizeof(T)))
+        __builtin_prefetch(vectors[i] + d);
+  }
+
+  // One tile of keys, the first of which is at position `tile`. The next tile is fetched meanwhile,
+  // a little at a time: a burst would fill the queue of outstanding reads and stall.
+  void attend(const QueryBlock& block, const KeyTile<T>& here, const KeyTile<T>& next,
+              int64_t tile, Scratch& scratch) const {
+    static const float zero_row[kTileKeys] = {};
+    constexpr int64_t kStep = 2 * kPanel;
     int64_t rows = block.count * shape.group(), dim = shape.head_dim, padded = shape.padded_dim();
-    int64_t width = (count + kPanel - 1) / kPanel * kPanel;
-    for (int64_t first = 0; first < width; first += kPanel) {
-      float* panel = scratch.key_panels.data() + first * dim;
-      keys_to_panel(keys.keys + first, dim, panel);
-      multiply_panel<0>(rows, {scratch.queries.data(), dim}, panel, dim, {zero_row, 0},
-                        {scratch.scores.data() + first, kTileKeys});
+    int64_t width = (here.count + kPanel - 1) / kPanel * kPanel;
+    for (int64_t first = 0; first < width; first += kStep) {
+      int64_t step = std::min(kStep, width - first);
+      float* panels = scratch.key_panels.data();
+      for (int64_t i = 0; i < step; i += kPanel)
+        keys_to_panel(here.keys + first + i, dim, panels + i * dim);
+      prefetch(next.keys, first, first + step);
+      multiply<0, float>(rows, {scratch.queries.data(), dim}, {panels, kPanel * dim},
+                         step / kPanel, dim, {zero_row, 0},
+                         {scratch.scores.data() + first, kTileKeys});
     }
     for (int64_t row = 0; row < rows; row++) {
       float* scores = scratch.scores.data() + row * kTileKeys;
@@ -243,12 +245,14 @@ struct Attention {
       softmax_row(scores, width, scratch.highest[row], scratch.total[row],
                   scratch.outputs.data() + row * padded, padded);
     }
-    values_to_panels(keys.values, count, dim, scratch.value_panels.data());
-    for (int64_t first = 0; first < padded; first += kPanel) {
+    values_to_panels(here.values, here.count, dim, scratch.value_panels.data());
+    for (int64_t first = 0; first < padded; first += kStep) {
+      int64_t step = std::min(kStep, padded - first);
+      prefetch(next.values, kTileKeys * first / padded, kTileKeys * (first + step) / padded);
       float* outputs = scratch.outputs.data() + first;
-      multiply_panel<0>(rows, {scratch.scores.data(), kTileKeys},
-                        scratch.value_panels.data() + first * kTileKeys, count,
-                        {outputs, padded}, {outputs, padded});
+      const float* panels = scratch.value_panels.data() + first * kTileKeys;
+      multiply<0, float>(rows, {scratch.scores.data(), kTileKeys}, {panels, kPanel * kTileKeys},
+                         step / kPanel, here.count, {outputs, padded}, {outputs, padded});
     }
   }
 

@@ -1,8 +1,8 @@
 // The one inner product loop of linears and attention.
 //
-// A panel is 16 columns of a matrix, stored [depth][16]. `tile` multiplies a few rows by a panel
-// and keeps every result in registers. Each result is one chain of fused multiply-adds over
-// ascending k, whatever the number of rows beside it and wherever k is cut into pieces: a row's
+// A panel is 16 columns of a matrix, stored [depth][16]. `tile` multiplies a few rows by one panel
+// or two and keeps every result in registers. Each result is one chain of fused multiply-adds over
+// ascending k, whatever the rows and panels beside it and wherever k is cut into pieces: a row's
 // result is the same bits in any batch and any chunk.
 #pragma once
 
@@ -16,50 +16,84 @@ struct Rows {
   int64_t stride;
 
   T* row(int64_t index) const { return data + index * stride; }
-  Rows from(int64_t first) const { return {row(first), stride}; }
+  Rows from(int64_t first, int64_t column) const { return {row(first) + column, stride}; }
 };
 
-constexpr int kMaxTileRows = kLanes == 16 ? 12 : 6;  // as many accumulators as the registers hold
+template <typename W>
+struct Panels {
+  const W* data;
+  int64_t stride;  // elements from a panel to the next
 
-// out[r][·] = init[r][·] + Σ_k a[r][k] · panel[k][·], reading panel kPrefetch elements ahead.
-template <int kRows, int kPrefetch, typename W>
-inline void tile(Rows<const float> a, const W* panel, int64_t depth, Rows<const float> init,
+  const W* panel(int64_t index) const { return data + index * stride; }
+};
+
+// As many rows as leave their accumulators in registers. With few rows a multiply-add would wait
+// for the one before it, so those take two panels at a time.
+constexpr int kTileRows = kLanes == 16 ? 12 : 6;
+constexpr int kPairRows = kTileRows / 2;
+
+// out[r][·] = init[r][·] + Σ_k a[r][k] · b[k][·], reading the panels kPrefetch elements ahead.
+template <int kRows, int kPanels, int kPrefetch, typename W>
+inline void tile(Rows<const float> a, Panels<W> b, int64_t depth, Rows<const float> init,
                  Rows<float> out) {
-  Floats acc[kRows][kParts];
+  Floats acc[kRows][kPanels][kParts];
   for (int r = 0; r < kRows; r++)
-    for (int part = 0; part < kParts; part++) acc[r][part] = load(init.row(r) + part * kLanes);
+    for (int p = 0; p < kPanels; p++) load_parts(init.row(r) + p * kPanel, acc[r][p]);
   for (int64_t k = 0; k < depth; k++) {
-    if constexpr (kPrefetch > 0) __builtin_prefetch(panel + k * kPanel + kPrefetch);
-    Floats w[kParts];
-    load_panel_row(panel + k * kPanel, w);
+    Floats w[kPanels][kParts];
+    for (int p = 0; p < kPanels; p++) {
+      const W* from = b.panel(p) + k * kPanel;
+      if constexpr (kPrefetch > 0) __builtin_prefetch(from + kPrefetch);
+      load_panel_row(from, w[p]);
+    }
     for (int r = 0; r < kRows; r++)
-      for (int part = 0; part < kParts; part++) acc[r][part] += a.row(r)[k] * w[part];
+      for (int p = 0; p < kPanels; p++)
+        for (int part = 0; part < kParts; part++) acc[r][p][part] += a.row(r)[k] * w[p][part];
   }
   for (int r = 0; r < kRows; r++)
-    for (int part = 0; part < kParts; part++) store(out.row(r) + part * kLanes, acc[r][part]);
+    for (int p = 0; p < kPanels; p++)
+      for (int part = 0; part < kParts; part++)
+        store(out.row(r) + p * kPanel + part * kLanes, acc[r][p][part]);
 }
 
 // The tile of `rows` rows, chosen among those compiled for 1 … kRows.
-template <int kRows, int kPrefetch, typename W>
-inline void tile_of(int rows, Rows<const float> a, const W* panel, int64_t depth,
+template <int kRows, int kPanels, int kPrefetch, typename W>
+inline void tile_of(int rows, Rows<const float> a, Panels<W> b, int64_t depth,
                     Rows<const float> init, Rows<float> out) {
   if (rows == kRows) {
-    tile<kRows, kPrefetch>(a, panel, depth, init, out);
+    tile<kRows, kPanels, kPrefetch>(a, b, depth, init, out);
   } else if constexpr (kRows > 1) {
-    tile_of<kRows - 1, kPrefetch>(rows, a, panel, depth, init, out);
+    tile_of<kRows - 1, kPanels, kPrefetch>(rows, a, b, depth, init, out);
   }
 }
 
-// Any number of rows, in tiles of nearly equal height: 7 rows go as 4 + 3, not 6 + 1.
+// All rows by one panel, in tiles of nearly equal height: 7 rows go as 4 + 3, not 6 + 1.
 template <int kPrefetch, typename W>
-void multiply_panel(int64_t rows, Rows<const float> a, const W* panel, int64_t depth,
-                    Rows<const float> init, Rows<float> out) {
-  int64_t tiles = (rows + kMaxTileRows - 1) / kMaxTileRows;
+inline void multiply_panel(int64_t rows, Rows<const float> a, Panels<W> b, int64_t depth,
+                           Rows<const float> init, Rows<float> out) {
+  int64_t tiles = (rows + kTileRows - 1) / kTileRows;
   for (int64_t i = 0; i < tiles; i++) {
     int64_t first = rows * i / tiles;
     int height = int(rows * (i + 1) / tiles - first);
-    tile_of<kMaxTileRows, kPrefetch>(height, a.from(first), panel, depth, init.from(first),
-                                     out.from(first));
+    tile_of<kTileRows, 1, kPrefetch>(height, a.from(first, 0), b, depth, init.from(first, 0),
+                                     out.from(first, 0));
+  }
+}
+
+// out [rows][16 · num_panels] = init + a [rows][depth] · b
+template <int kPrefetch, typename W>
+void multiply(int64_t rows, Rows<const float> a, Panels<W> b, int64_t num_panels, int64_t depth,
+              Rows<const float> init, Rows<float> out) {
+  for (int64_t p = 0; p < num_panels; p++) {
+    Panels<W> here = {b.panel(p), b.stride};
+    Rows<const float> init_here = init.from(0, p * kPanel);
+    Rows<float> out_here = out.from(0, p * kPanel);
+    if (rows <= kPairRows && p + 1 < num_panels) {
+      tile_of<kPairRows, 2, kPrefetch>(int(rows), a, here, depth, init_here, out_here);
+      p++;
+    } else {
+      multiply_panel<kPrefetch>(rows, a, here, depth, init_here, out_here);
+    }
   }
 }
 

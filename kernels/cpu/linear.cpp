@@ -28,7 +28,7 @@ struct Linear {
   void run(int64_t first_panel, int64_t last_panel) const {
     int64_t last_whole = std::min(last_panel, width / kPanel);
     if (num_rows <= kFewRows) {
-      multiply(0, num_rows, 0, depth, first_panel, last_whole);
+      multiply_block(0, num_rows, 0, depth, first_panel, last_whole);
     } else {
       run_blocks(first_panel, last_whole);
     }
@@ -37,6 +37,10 @@ struct Linear {
 
  private:
   Rows<const float> inputs(int64_t row, int64_t k) const { return {x + row * depth + k, depth}; }
+
+  Panels<W> weights(int64_t panel, int64_t k) const {
+    return {panels + (panel * depth + k) * kPanel, depth * kPanel};
+  }
 
   Rows<float> outputs(int64_t row, int64_t panel) const {
     return {out + row * width + panel * kPanel, width};
@@ -48,28 +52,27 @@ struct Linear {
     int64_t blocks = (num_rows + kBlockRows - 1) / kBlockRows;
     for (int64_t block = 0; block < blocks; block++)
       for (int64_t piece = 0; piece < pieces; piece++)
-        multiply(num_rows * block / blocks, num_rows * (block + 1) / blocks,
-                 depth * piece / pieces, depth * (piece + 1) / pieces, first_panel, last_panel);
+        multiply_block(num_rows * block / blocks, num_rows * (block + 1) / blocks,
+                       depth * piece / pieces, depth * (piece + 1) / pieces, first_panel,
+                       last_panel);
   }
 
   // Adds the products over k in [k0, k1) to the outputs, which begin as the bias.
-  void multiply(int64_t row0, int64_t row1, int64_t k0, int64_t k1, int64_t panel0,
-                int64_t panel1) const {
-    for (int64_t panel = panel0; panel < panel1; panel++) {
-      Rows<float> target = outputs(row0, panel);
-      Rows<const float> init = {target.data, target.stride};
-      if (k0 == 0) init = {bias + panel * kPanel, 0};
-      multiply_panel<kPrefetch>(row1 - row0, inputs(row0, k0),
-                                panels + (panel * depth + k0) * kPanel, k1 - k0, init, target);
-    }
+  void multiply_block(int64_t row0, int64_t row1, int64_t k0, int64_t k1, int64_t panel0,
+                      int64_t panel1) const {
+    Rows<float> target = outputs(row0, panel0);
+    Rows<const float> init = {target.data, target.stride};
+    if (k0 == 0) init = {bias + panel0 * kPanel, 0};
+    multiply<kPrefetch>(row1 - row0, inputs(row0, k0), weights(panel0, k0), panel1 - panel0,
+                        k1 - k0, init, target);
   }
 
   // The last panel when N is no multiple of 16: its outputs take a detour, row by row.
   void multiply_ragged(int64_t panel) const {
     for (int64_t row = 0; row < num_rows; row++) {
       float whole[kPanel];
-      tile<1, 0>(inputs(row, 0), panels + panel * depth * kPanel, depth,
-                 {bias + panel * kPanel, 0}, {whole, 0});
+      tile<1, 1, 0>(inputs(row, 0), weights(panel, 0), depth, {bias + panel * kPanel, 0},
+                    {whole, 0});
       std::copy_n(whole, width % kPanel, outputs(row, panel).data);
     }
   }

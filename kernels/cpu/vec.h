@@ -26,6 +26,7 @@ typedef Floats UnalignedFloats __attribute__((aligned(4), may_alias));
 // Eight 32-bit words, each of two bf16.
 typedef float Floats8 __attribute__((vector_size(32)));
 typedef uint32_t Words __attribute__((vector_size(32)));
+typedef uint16_t Halves __attribute__((vector_size(32)));
 typedef Words UnalignedWords __attribute__((aligned(2), may_alias));
 
 struct bf16 {
@@ -45,9 +46,11 @@ inline Floats8 low_halves(Words words) { return (Floats8)(words << 16); }
 
 inline Floats8 high_halves(Words words) { return (Floats8)(words & 0xffff0000u); }
 
-inline void load_panel_row(const float* from, Floats (&row)[kParts]) {
-  for (int part = 0; part < kParts; part++) row[part] = load(from + part * kLanes);
+inline void load_parts(const float* from, Floats (&parts)[kParts]) {
+  for (int part = 0; part < kParts; part++) parts[part] = load(from + part * kLanes);
 }
+
+inline void load_panel_row(const float* from, Floats (&row)[kParts]) { load_parts(from, row); }
 
 // Word i of a bf16 panel row holds column i in its low half and column i + 8 in its high half.
 inline void load_panel_row(const bf16* from, Floats (&row)[kParts]) {
@@ -67,16 +70,22 @@ inline Floats select(Ints mask, Floats yes, Floats no) {
 
 inline Floats max(Floats a, Floats b) { return select(a > b, a, b); }
 
+// Both reduce as a tree, halves first.
 inline float sum(Floats value) {
-  float total = 0;
-  for (int i = 0; i < kLanes; i++) total += value[i];
-  return total;
+  float lanes[kLanes];
+  store(lanes, value);
+  for (int width = kLanes / 2; width > 0; width /= 2)
+    for (int i = 0; i < width; i++) lanes[i] += lanes[i + width];
+  return lanes[0];
 }
 
 inline float max(Floats value) {
-  float best = value[0];
-  for (int i = 1; i < kLanes; i++) best = value[i] > best ? value[i] : best;
-  return best;
+  float lanes[kLanes];
+  store(lanes, value);
+  for (int width = kLanes / 2; width > 0; width /= 2)
+    for (int i = 0; i < width; i++)
+      lanes[i] = lanes[i] > lanes[i + width] ? lanes[i] : lanes[i + width];
+  return lanes[0];
 }
 
 inline float widen(float value) { return value; }
@@ -86,6 +95,21 @@ inline float widen(bf16 value) {
   float wide;
   memcpy(&wide, &bits, sizeof(wide));
   return wide;
+}
+
+inline void widen16(const float* from, float* to) { memcpy(to, from, 16 * sizeof(float)); }
+
+inline void widen16(const bf16* from, float* to) {
+  typedef uint64_t Quads __attribute__((vector_size(32)));
+  Quads quads = (Quads)load_words(from);
+  // Interleaving works within 128-bit halves: swap the middle quarters first.
+  Halves value = (Halves)__builtin_shufflevector(quads, quads, 0, 2, 1, 3);
+  Halves low = __builtin_shufflevector(Halves{}, value, 0, 16, 1, 17, 2, 18, 3, 19, 8, 24, 9, 25,
+                                       10, 26, 11, 27);
+  Halves high = __builtin_shufflevector(Halves{}, value, 4, 20, 5, 21, 6, 22, 7, 23, 12, 28, 13, 29,
+                                        14, 30, 15, 31);
+  memcpy(to, &low, sizeof(low));
+  memcpy(to + 8, &high, sizeof(high));
 }
 
 inline void narrow(float value, float* to) { *to = value; }
