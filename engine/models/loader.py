@@ -6,6 +6,7 @@ tensors' names and shapes, the memory they need.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -42,12 +43,12 @@ class _Source:
     dtype: str
     weight_bytes: int
 
-    def spec(self, served_name: str) -> ModelSpec:
+    def spec(self, served_name: str, digests: Mapping[str, bytes]) -> ModelSpec:
         config = self.config
         return ModelSpec(
             name=served_name or self.files.name,
             architecture=config.architecture,
-            fingerprint=fingerprint(config, self.dtype, self.checkpoint),
+            fingerprint=fingerprint(config, self.dtype, digests),
             num_layers=config.num_layers,
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
@@ -67,7 +68,9 @@ def load_spec(model: ModelConfig) -> ModelSpec:
 
     Raises the same errors, ModelTooLargeError apart.
     """
-    return _open(model).spec(model.served_name)
+    source = _open(model)
+    digests = {name: source.checkpoint.digest(name) for name in expected_shapes(source.config)}
+    return source.spec(model.served_name, digests)
 
 
 def load_model(model: ModelConfig, device: str, num_threads: int) -> LanguageModel:
@@ -82,10 +85,11 @@ def load_model(model: ModelConfig, device: str, num_threads: int) -> LanguageMod
     kernels = select(device, num_threads)
     reader = WeightReader(source.checkpoint, kernels, source.dtype, target)
     config = source.config
+    weights = read_weights(config, reader, kernels)
     return Decoder(
-        spec=source.spec(model.served_name),
+        spec=source.spec(model.served_name, reader.digests),
         config=config,
-        weights=read_weights(config, reader, kernels),
+        weights=weights,
         cos_sin=cos_sin_table(config.rope, config.head_dim, config.max_model_len).to(target),
         kernels=kernels,
     )

@@ -106,11 +106,11 @@ def num_weight_bytes(expected: Mapping[str, tuple[int, ...]], dtype: str) -> int
     return sum(prod(shape) for shape in expected.values()) * _TORCH_DTYPES[dtype].itemsize
 
 
-def fingerprint(config: DecoderConfig, dtype: str, checkpoint: Checkpoint) -> str:
+def fingerprint(config: DecoderConfig, dtype: str, digests: Mapping[str, bytes]) -> str:
     """Of configuration, dtype and weights: equal where KV blocks mean the same.
 
-    Reads every byte of the weights. Bytes are taken as they are stored, so that no arithmetic of
-    one machine enters; the same model in another format counts as another model.
+    ``digests`` holds one per tensor, of its bytes as they are stored: no arithmetic of one machine
+    enters. The same model in another format counts as another model.
     """
     reach = config.max_model_len if config.rope.depends_on_max_model_len else 0
     identity = replace(config, max_model_len=reach, eos_token_ids=())
@@ -118,12 +118,12 @@ def fingerprint(config: DecoderConfig, dtype: str, checkpoint: Checkpoint) -> st
     digest.update(f"{identity}|{dtype}".encode())
     for name, shape in sorted(expected_shapes(config).items()):
         digest.update(f"|{name}|{shape}|".encode())
-        digest.update(checkpoint.digest(name))
+        digest.update(digests[name])
     return digest.hexdigest()
 
 
 class WeightReader:
-    """Reads a checkpoint into one dtype on one device.
+    """Reads a checkpoint into one dtype on one device, and takes each tensor's digest on the way.
 
     Vectors (norms, biases) are kept in the dtype of activations, which they are applied to.
     """
@@ -139,11 +139,12 @@ class WeightReader:
         self._kernels = kernels
         self._dtype = _TORCH_DTYPES[dtype]
         self._device = device
+        self.digests: dict[str, bytes] = {}
 
     def vector(self, name: str) -> torch.Tensor:
         on_cpu = self._device.type == "cpu"
         dtype = torch.float32 if on_cpu else self._dtype
-        return self._checkpoint.read(name).to(device=self._device, dtype=dtype, copy=True)
+        return self._read(name).to(device=self._device, dtype=dtype, copy=True)
 
     def matrix(self, *names: str) -> torch.Tensor:
         """The named matrices, one below the other, as ``[rows, columns]``."""
@@ -152,7 +153,7 @@ class WeightReader:
         whole = torch.empty(num_rows, shapes[0][1], dtype=self._dtype, device=self._device)
         start = 0
         for name, shape in zip(names, shapes, strict=True):
-            whole[start : start + shape[0]] = self._checkpoint.read(name)
+            whole[start : start + shape[0]] = self._read(name)
             start += shape[0]
         return whole
 
@@ -164,6 +165,10 @@ class WeightReader:
         return self._kernels.pack_linear(
             self.matrix(*(f"{prefix}{part}.weight" for part in parts)), bias
         )
+
+    def _read(self, name: str) -> torch.Tensor:
+        self.digests[name] = self._checkpoint.digest(name)
+        return self._checkpoint.read(name)
 
 
 def read_weights(config: DecoderConfig, reader: WeightReader, kernels: Kernels) -> DecoderWeights:
