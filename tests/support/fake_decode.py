@@ -43,7 +43,7 @@ class Script:
     gate: asyncio.Event | None = None
     gate_at: int = 0
     num_cached_tokens: int = 0
-    local_reason: str = "none"
+    local_reason: str | None = None  # None = as the decision says
     tokens_per_step: int = 1
 
 
@@ -121,8 +121,8 @@ class _DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             async for message in request_iterator:
                 if message.HasField("submit"):
                     self._fake.submitted.append(message.submit)
-                    request = message.submit.request
-                    running[request.request_id] = asyncio.create_task(self._play(request, answers))
+                    play = self._play(message.submit, answers)
+                    running[message.submit.request.request_id] = asyncio.create_task(play)
                 else:
                     self._fake.aborted.append(message.abort.request_id)
                     if task := running.pop(message.abort.request_id, None):
@@ -142,9 +142,10 @@ class _DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
 
     async def _play(
         self,
-        request: common_pb2.Request,
+        submit: decode_pb2.Submit,
         answers: asyncio.Queue[decode_pb2.GenerateResponse | None],
     ) -> None:
+        request = submit.request
         script = self._fake.script(request)
         name, sampling = request.request_id, request.sampling
         started = decode_pb2.Started(request_id=name, num_cached_tokens=script.num_cached_tokens)
@@ -179,7 +180,7 @@ class _DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             timeline=convert.timeline_to_pb(
                 Timeline({Event.PREFILLED: request.arrival_unix_ns + 1_000_000})
             ),
-            local_reason=script.local_reason,
+            local_reason=script.local_reason or submit.decision.local_reason,
             transferred_bytes=128,
         )
         if ends:

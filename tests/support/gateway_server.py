@@ -80,3 +80,5 @@ async def running_gateway(
         await gateway.close()
         for fake in fakes:
             await fake.kill()
+        # The clients of a test resolve names in the loop's own threads.
+        await asyncio.get_running_loop().shutdown_default_executor()
