@@ -40,19 +40,35 @@ def build(num_per_role: int, policy: str) -> tuple[Router, list[str]]:
     return router, names
 
 
-def measure(action: Callable[[], object], count: int, between: Callable[[], None]) -> list[float]:
+def measure(
+    action: Callable[[], object], count: int, between: Callable[[], None]
+) -> list[tuple[float, float]]:
+    """(elapsed, CPU) microseconds of each call. On a busy machine only the second means much."""
     times = []
     for _ in range(count):
         between()
-        start = time.perf_counter_ns()
+        start, start_cpu = time.perf_counter_ns(), time.thread_time_ns()
         action()
-        times.append((time.perf_counter_ns() - start) / 1_000)
-    return sorted(times)
+        cpu = time.thread_time_ns() - start_cpu
+        times.append(((time.perf_counter_ns() - start) / 1_000, cpu / 1_000))
+    return times
 
 
-def show(name: str, times: list[float]) -> None:
-    p50, p99 = times[len(times) // 2], times[int(len(times) * 0.99)]
-    print(f"{name:44s} p50 {p50:7.0f} us   p99 {p99:7.0f} us   max {times[-1]:7.0f} us")
+def add_up(count: int) -> int:
+    """Plain interpreter work, to compare machines (and neighbours) by."""
+    total = 0
+    for number in range(count):
+        total += number
+    return total
+
+
+def show(name: str, times: list[tuple[float, float]]) -> None:
+    columns = []
+    for label, values in zip(("elapsed", "CPU"), zip(*times, strict=True), strict=True):
+        ordered = sorted(values)
+        p50, p99 = ordered[len(ordered) // 2], ordered[int(len(ordered) * 0.99)]
+        columns.append(f"{label} p50 {p50:6.0f} us  p99 {p99:6.0f} us")
+    print(f"{name:40s} {'   '.join(columns)}")
 
 
 def main() -> None:
@@ -61,6 +77,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=2_000)
     args = parser.parse_args()
     random.seed(0)
+    show("yardstick: adding up 10 000 integers", measure(lambda: add_up(10_000), 200, lambda: None))
     configure_logging(LoggingConfig(level="warning"))
     for policy in ("least_predicted_load", "least_loaded", "round_robin"):
         router, names = build(args.instances, policy)

@@ -37,6 +37,7 @@ class InstanceView:
     key: CompatKey
     block_size: int
     longest_prompt: int  # that fits with one output token
+    token_bytes: int  # KV of one token
     load: LoadReport | None = None
     load_at_ns: int = 0  # when the report came, by this process's monotonic clock
     reported_work_ms: float = 0.0  # prefill work that the report speaks of
@@ -50,7 +51,8 @@ class InstanceView:
     @classmethod
     def of(cls, info: InstanceInfo, breaker: Breaker) -> InstanceView:
         longest = min(info.max_model_len, info.num_blocks * info.block_size) - 1
-        return cls(info, breaker, compat_key(info), info.block_size, longest)
+        token_bytes = info.kv_layout.block_bytes // info.block_size
+        return cls(info, breaker, compat_key(info), info.block_size, longest, token_bytes)
 
     @property
     def instance_id(self) -> InstanceId:

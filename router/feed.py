@@ -63,6 +63,7 @@ class ClusterFeed:
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._run(), name="cluster-feed")
+        self._task.add_done_callback(_tell_if_broken)
 
     async def wait_listed(self, timeout_s: float) -> bool:
         """True once the registry has been read; False when it was not within the time.
@@ -192,6 +193,12 @@ class ClusterFeed:
                 if result in (ApplyResult.GAP, ApplyResult.AWAITING):
                     break
         return result
+
+
+def _tell_if_broken(task: asyncio.Task[None]) -> None:
+    """A feed ends only when closed; anything else is a bug that must not stay silent."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("the feed broke, the view is frozen", exc_info=error)
 
 
 @asynccontextmanager

@@ -162,8 +162,7 @@ def burden(query: RouteQuery, prefill: PrefillOption, decode: DecodeOption) -> B
 
 def transfer_ms(decode: DecodeOption) -> float:
     """Time until the KV that ``decode`` lacks is there."""
-    layout = decode.view.info.kv_layout
-    num_bytes = decode.uncached_tokens * (layout.block_bytes // layout.block_size)
+    num_bytes = decode.uncached_tokens * decode.view.token_bytes
     return TRANSFER_SETUP_MS + num_bytes / TRANSFER_BYTES_PER_MS
 
 

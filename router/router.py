@@ -107,7 +107,8 @@ class Router:
     ) -> Pool:
         depths = self.state.index.match(query.block_hashes)
         pending = self.state.ledger.pending
-        predictor = self._predictor
+        prefill_option = self._predictor.prefill_option
+        decode_option = self._predictor.decode_option
         decodes: list[DecodeOption] = []
         prefills: dict[CompatKey, list[PrefillOption]] = {}
         for instance_id, view in self.cluster.views.items():
@@ -117,10 +118,10 @@ class Router:
                 continue
             load, depth = pending(instance_id), depths.get(instance_id, 0)
             if view.info.role is Role.PREFILL:
-                prefill = predictor.prefill_option(view, load, query, depth, now_ns)
+                prefill = prefill_option(view, load, query, depth, now_ns)
                 prefills.setdefault(view.key, []).append(prefill)
             else:
-                decodes.append(predictor.decode_option(view, load, query, depth, now_ns))
+                decodes.append(decode_option(view, load, query, depth, now_ns))
         decodes = _with_room(decodes, filtered)
         decodes = _preferred(decodes, query.prefer_decode, filtered)
         for key in prefills.keys() - {option.view.key for option in decodes}:
@@ -128,7 +129,9 @@ class Router:
                 filtered[prefill.view.instance_id] = FilterReason.INCOMPATIBLE
 
         def local(decode: DecodeOption) -> PrefillOption:
-            return predictor.local_option(decode, pending(decode.view.instance_id), query, now_ns)
+            return self._predictor.local_option(
+                decode, pending(decode.view.instance_id), query, now_ns
+            )
 
         return Pool(prefills, decodes, local, self._config.min_remote_tokens)
 

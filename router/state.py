@@ -79,6 +79,7 @@ class RouterState:
         self.ledger.seen(report.instance_id, report.waiting_seqs + report.running_seqs, now_ns)
         if was_suspect:
             log.info("instance answers again", instance=report.instance_id, epoch=report.epoch)
+            self.publish()
 
     def kv_events(self, batch: KvEventBatch) -> ApplyResult:
         """Events of instances (or epochs) that are not in the view are stale by definition."""

@@ -151,8 +151,11 @@ async def test_suspect_instance_returns_with_its_stream() -> None:
         port = int(decode.info.address.rpartition(":")[2])
         await decode.stop()
         await poll_until(lambda: bed.is_suspect("d0"))
+        changes: list[bool] = []
+        bed.router.state.on_change = lambda: changes.append(bed.is_suspect("d0"))
         await decode.start(port)
         await poll_until(lambda: not bed.is_suspect("d0"))
+        assert changes[-1] is False
         assert bed.router.route(make_query()).decode == decode.info.ref
 
 
