@@ -21,6 +21,9 @@ def export(target: Path) -> Path:
     options = {"gguf_file": source.name, "dtype": torch.bfloat16}
     model = AutoModelForCausalLM.from_pretrained(source.parent, **options)
     tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+    # transformers marks a GGUF model as quantised even after dequantising it.
+    model.hf_quantizer = None
+    del model.config.quantization_config
     model.save_pretrained(target)
     tokenizer.save_pretrained(target)
     return target

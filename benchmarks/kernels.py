@@ -2,9 +2,10 @@
 
     python benchmarks/kernels.py [--threads N] [--repeat N] [--only ops|steps]
 
-Every figure is the best of several repetitions, the two sides taking turns. The steps are forward
-passes of the shape of SmolLM2-135M (30 layers, each with weights of its own, so that weights come
-from memory and not from a cache); "torch" is the reference implementation with float32 weights.
+Every figure is the best of several repetitions, the two sides taking turns; with one thread it is
+processor time, which other processes disturb less. The steps are forward passes of the shape of
+SmolLM2-135M (30 layers, each with weights of its own, so that weights come from memory and not from
+a cache); "torch" is the reference implementation with float32 weights.
 """
 
 from __future__ import annotations
@@ -16,27 +17,38 @@ from dataclasses import dataclass
 
 import torch
 from isthmus.kernels import Kernels, PackedLinear, select
+from isthmus.kernels.memory import zeros_in_huge_pages
 
 HIDDEN, FFN, HEADS, KV_HEADS, HEAD_DIM, LAYERS, VOCAB = 576, 1536, 9, 3, 64, 30, 49152
 BLOCK_SIZE = 16
 EPS = 1e-5
 
 
-def best_of(repeat: int, *actions: Callable[[], object]) -> list[float]:
-    """Seconds of each action at its best; they take turns, so that noise meets all alike."""
-    best = [float("inf")] * len(actions)
-    for _ in range(repeat):
-        for index, action in enumerate(actions):
-            started = time.perf_counter()
-            action()
-            best[index] = min(best[index], time.perf_counter() - started)
-    return best
+@dataclass(frozen=True)
+class Bench:
+    ours: Kernels
+    torch_ops: Kernels
+    num_threads: int
+    repeat: int
 
+    def best_of(self, *actions: Callable[[], object], times: int = 1) -> list[float]:
+        """Seconds of each action at its best; they take turns, so that noise meets all alike."""
+        clock = time.thread_time if self.num_threads == 1 else time.perf_counter
+        best = [float("inf")] * len(actions)
+        for _ in range(self.repeat * times):
+            for index, action in enumerate(actions):
+                started = clock()
+                action()
+                best[index] = min(best[index], clock() - started)
+        return best
 
-def read_bandwidth(repeat: int) -> float:
-    """Bytes a second at which one core sums 256 MiB."""
-    data = torch.ones(1 << 26)
-    return data.numel() * 4 / best_of(repeat, data.sum)[0]
+    def compare(self, action: Callable[[Kernels], object], times: int = 1) -> list[float]:
+        return self.best_of(lambda: action(self.ours), lambda: action(self.torch_ops), times=times)
+
+    def read_bandwidth(self) -> float:
+        """Bytes a second at which torch sums 256 MiB."""
+        data = torch.ones(1 << 26)
+        return data.numel() * 4 / self.best_of(data.sum)[0]
 
 
 @dataclass(frozen=True)
@@ -69,7 +81,9 @@ class Model:
         ]
         self.lm_head = pack(VOCAB, HIDDEN)
         self.cos_sin = torch.randn(8192, HEAD_DIM)
-        self.kv = torch.randn(num_blocks, LAYERS, 2, KV_HEADS, BLOCK_SIZE, HEAD_DIM).to(dtype)
+        self.kv = zeros_in_huge_pages(
+            (num_blocks, LAYERS, 2, KV_HEADS, BLOCK_SIZE, HEAD_DIM), dtype
+        ).normal_()
 
     @property
     def weight_bytes(self) -> int:
@@ -130,64 +144,56 @@ def make_batch(num_sequences: int, query_len: int, seq_len: int) -> Batch:
     )
 
 
-def run_ops(ours: Kernels, torch_ops: Kernels, bandwidth: float, repeat: int) -> None:
+def run_ops(bench: Bench, bandwidth: float) -> None:
     print(f"\n{'op':<44}{'ours':>10}{'torch':>10}{'ratio':>8}   rate")
     for dtype in (torch.bfloat16, torch.float32):
-        name = str(dtype).removeprefix("torch.")
-        weight = torch.randn(VOCAB, HIDDEN).to(dtype)
-        packed, plain = ours.pack_linear(weight), torch_ops.pack_linear(weight)
         for rows in (1, 4, 16):
-            x = torch.randn(rows, HIDDEN)
-            times = best_of(
-                repeat, lambda: ours.linear(x, packed), lambda: torch_ops.linear(x, plain)
-            )
-            rate = packed.num_bytes / times[0]
-            note = f"{rate / 1e9:.1f} GB/s ({rate / bandwidth:.0%} of reading)"
-            report(f"linear {name} [{rows}, 576] x 49152", times, note)
-        packed = ours.pack_linear(weight[: 2 * FFN])
-        plain = torch_ops.pack_linear(weight[: 2 * FFN])
-        x = torch.randn(512, HIDDEN)
-        times = best_of(repeat, lambda: ours.linear(x, packed), lambda: torch_ops.linear(x, plain))
-        flops = 2 * 512 * HIDDEN * 2 * FFN / times[0]
-        report(f"linear {name} [512, 576] x 3072", times, f"{flops / 1e9:.1f} GFLOP/s")
+            run_linear(bench, bandwidth, dtype, rows, VOCAB)
+        run_linear(bench, bandwidth, dtype, 512, 2 * FFN)
     for sequences, query, context in ((1, 1, 1024), (16, 1, 1024), (1, 512, 512), (1, 512, 2048)):
-        run_attention(ours, torch_ops, repeat, sequences, query, context)
-    run_small_ops(ours, torch_ops, repeat)
+        run_attention(bench, sequences, query, context)
+    for rows in (1, 512):
+        run_small_ops(bench, rows)
+    logits = torch.randn(16, VOCAB)
+    times = bench.best_of(
+        lambda: bench.ours.argmax(logits), lambda: torch.argmax(logits, dim=-1), times=10
+    )
+    report("argmax [16, 49152]", times)
 
 
-def run_attention(
-    ours: Kernels, torch_ops: Kernels, repeat: int, sequences: int, query: int, context: int
-) -> None:
+def run_linear(bench: Bench, bandwidth: float, dtype: torch.dtype, rows: int, width: int) -> None:
+    weight, x = torch.randn(width, HIDDEN).to(dtype), torch.randn(rows, HIDDEN)
+    packed, plain = bench.ours.pack_linear(weight), bench.torch_ops.pack_linear(weight)
+    times = bench.best_of(
+        lambda: bench.ours.linear(x, packed), lambda: bench.torch_ops.linear(x, plain)
+    )
+    flops, rate = 2 * rows * HIDDEN * width / times[0], packed.num_bytes / times[0]
+    note = f"{flops / 1e9:.1f} GFLOP/s, weights at {rate / 1e9:.1f} GB/s"
+    name = f"linear {dtype_name(dtype)} [{rows}, {HIDDEN}] x {width}"
+    report(name, times, f"{note} ({rate / bandwidth:.0%} of reading)")
+
+
+def run_attention(bench: Bench, sequences: int, query: int, context: int) -> None:
     batch = make_batch(sequences, query, context)
     kv = torch.randn(batch.block_table.numel(), 1, 2, KV_HEADS, BLOCK_SIZE, HEAD_DIM).bfloat16()
     q = torch.randn(sequences * query, HEADS, HEAD_DIM)
     tables = (batch.query_start, batch.seq_lens, batch.block_table, HEAD_DIM**-0.5)
-    times = best_of(
-        repeat,
-        lambda: ours.paged_attention(q, kv, 0, *tables),
-        lambda: torch_ops.paged_attention(q, kv, 0, *tables),
-    )
+    times = bench.compare(lambda kernels: kernels.paged_attention(q, kv, 0, *tables))
     pairs = sequences * query * (context - (query - 1) / 2)
-    flops = 4 * HEADS * HEAD_DIM * pairs / times[0]
-    rate = kv.numel() * 2 / times[0]
+    flops, rate = 4 * HEADS * HEAD_DIM * pairs / times[0], kv.numel() * 2 / times[0]
     name = f"attention bf16 {sequences} x {query} queries, {context} keys"
     report(name, times, f"{flops / 1e9:.1f} GFLOP/s, {rate / 1e9:.1f} GB/s")
 
 
-def run_small_ops(ours: Kernels, torch_ops: Kernels, repeat: int) -> None:
-    weight = torch.ones(HIDDEN)
-    for rows in (1, 512):
-        x, gate_up = torch.randn(rows, HIDDEN), torch.randn(rows, 2 * FFN)
-        norm = [lambda k=k: k.add_rms_norm(x, x, weight, EPS) for k in (ours, torch_ops)]
-        report(f"add_rms_norm [{rows}, 576]", best_of(20 * repeat, *norm))
-        silu = [lambda k=k: k.silu_mul(gate_up) for k in (ours, torch_ops)]
-        report(f"silu_mul [{rows}, 2 x 1536]", best_of(20 * repeat, *silu))
-    logits = torch.randn(16, VOCAB)
-    times = best_of(20 * repeat, lambda: ours.argmax(logits), lambda: torch.argmax(logits, dim=-1))
-    report("argmax [16, 49152]", times)
+def run_small_ops(bench: Bench, rows: int) -> None:
+    x, weight, gate_up = torch.randn(rows, HIDDEN), torch.ones(HIDDEN), torch.randn(rows, 2 * FFN)
+    times = bench.compare(lambda kernels: kernels.add_rms_norm(x, x, weight, EPS), times=10)
+    report(f"add_rms_norm [{rows}, {HIDDEN}]", times)
+    times = bench.compare(lambda kernels: kernels.silu_mul(gate_up), times=10)
+    report(f"silu_mul [{rows}, 2 x {FFN}]", times)
 
 
-def run_steps(ours: Kernels, torch_ops: Kernels, bandwidth: float, repeat: int) -> None:
+def run_steps(bench: Bench, bandwidth: float) -> None:
     print(f"\n{'step':<44}{'ours':>10}{'torch':>10}{'ratio':>8}   rate")
     steps = [
         *((f"decode, batch {n}, context 512", make_batch(n, 1, 512)) for n in (1, 4, 16)),
@@ -195,15 +201,26 @@ def run_steps(ours: Kernels, torch_ops: Kernels, bandwidth: float, repeat: int) 
     ]
     num_blocks = max(batch.block_table.numel() for _, batch in steps)
     for dtype in (torch.bfloat16, torch.float32):
-        mine, plain = Model(ours, dtype, num_blocks), Model(torch_ops, dtype, num_blocks)
+        ours = Model(bench.ours, dtype, num_blocks)
+        plain = Model(bench.torch_ops, dtype, num_blocks)
         for name, batch in steps:
-            times = best_of(repeat, lambda b=batch: mine.step(b), lambda b=batch: plain.step(b))
-            num_tokens = len(batch.positions)
-            note = f"{num_tokens / times[0]:.0f} tokens/s"
-            if num_tokens <= 16:
-                rate = mine.weight_bytes / times[0]
-                note += f", weights at {rate / 1e9:.1f} GB/s ({rate / bandwidth:.0%} of reading)"
-            report(f"{name}, {str(dtype).removeprefix('torch.')}", times, note)
+            run_step(bench, bandwidth, f"{name}, {dtype_name(dtype)}", ours, plain, batch)
+
+
+def run_step(
+    bench: Bench, bandwidth: float, name: str, ours: Model, plain: Model, batch: Batch
+) -> None:
+    times = bench.best_of(lambda: ours.step(batch), lambda: plain.step(batch))
+    num_tokens = len(batch.positions)
+    note = f"{num_tokens / times[0]:.0f} tokens/s"
+    if num_tokens <= 16:
+        rate = ours.weight_bytes / times[0]
+        note += f", weights at {rate / 1e9:.1f} GB/s ({rate / bandwidth:.0%} of reading)"
+    report(name, times, note)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def report(name: str, times: list[float], note: str = "") -> None:
@@ -219,15 +236,19 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
-    ours = select("cpu", options.threads, "cpu")
-    torch_ops = select("cpu", options.threads, "reference")
-    bandwidth = read_bandwidth(options.repeat)
-    print(f"{ours.describe()} against {torch_ops.describe()}")
+    bench = Bench(
+        ours=select("cpu", options.threads, "cpu"),
+        torch_ops=select("cpu", options.threads, "reference"),
+        num_threads=options.threads,
+        repeat=options.repeat,
+    )
+    bandwidth = bench.read_bandwidth()
+    print(f"{bench.ours.describe()} against {bench.torch_ops.describe()}")
     print(f"reading: {bandwidth / 1e9:.1f} GB/s with {options.threads} thread(s)")
     if options.only != "steps":
-        run_ops(ours, torch_ops, bandwidth, options.repeat)
+        run_ops(bench, bandwidth)
     if options.only != "ops":
-        run_steps(ours, torch_ops, bandwidth, options.repeat)
+        run_steps(bench, bandwidth)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ import argparse
 import asyncio
 import json
 import os
-import signal
 import statistics
 import subprocess
 import sys
@@ -21,9 +20,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import httpx
 import psutil
 
+from benchmarks.cluster import MODEL_NAME, OUT, free_port, serve, wait_for
 from benchmarks.export_model import export
 from benchmarks.load import Figures, run_load
 from benchmarks.peers import vllm_pair
@@ -33,43 +32,24 @@ VOCAB = 49_000
 
 
 @contextmanager
-def isthmus_pair(model: Path, port: int, logs: Path) -> Iterator[str]:
-    command = [
-        sys.executable, "-m", "isthmus.cli.main", "up", "--model", str(model), "--dtype",
-        "bfloat16", "--prefill", "1", "--decode", "1", "--port", str(port),
-        "--set", f"state_dir={logs}", "--set", "model.served_name=bench", "--set", "name=bench",
-    ]  # fmt: skip
-    with (logs / "isthmus.log").open("wb") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True)
-    try:
-        wait_for(f"http://127.0.0.1:{port}/ready", process, 120)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.send_signal(signal.SIGINT)
-        try:
-            process.wait(timeout=40)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-
-
-@contextmanager
-def vllm(model: Path, port: int, logs: Path, venv: Path) -> Iterator[str]:
+def vllm(model: Path, logs: Path, venv: Path) -> Iterator[str]:
     subprocess.run([str(HERE / "peers" / "vllm_setup.sh"), str(venv)], check=True)
-    servers = []
+    port, *ports = (free_port() for _ in range(5))
+    servers: list[subprocess.Popen[bytes]] = []
     try:
         for index in (0, 1):
             log = logs / f"vllm-{index}.log"
             servers.append(
                 vllm_pair.start_server(
-                    venv, model, port + 1 + index, port + 11 + index, index, log, "bfloat16"
+                    venv, model, ports[index], ports[2 + index], index, log, "bfloat16"
                 )
             )
         for index in (0, 1):
-            vllm_pair.wait_ready(port + 1 + index, servers[index], 600)
+            vllm_pair.wait_ready(ports[index], servers[index], 600)
         proxy = subprocess.Popen(
             [
                 sys.executable, "-m", "benchmarks.peers.vllm_pair", "--port", str(port),
-                "--prefill-port", str(port + 1), "--decode-port", str(port + 2),
+                "--prefill-port", str(ports[0]), "--decode-port", str(ports[1]),
             ],
             start_new_session=True, cwd=HERE.parent,
         )  # fmt: skip
@@ -79,20 +59,6 @@ def vllm(model: Path, port: int, logs: Path, venv: Path) -> Iterator[str]:
     finally:
         for server in servers:
             vllm_pair.stop_server(server)
-
-
-def wait_for(url: str, process: subprocess.Popen[bytes], timeout_s: float) -> None:
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        if process.poll() is not None:
-            raise RuntimeError(f"{process.args} ended with code {process.returncode}")
-        try:
-            if httpx.get(url, timeout=2, trust_env=False).status_code == 200:
-                return
-        except httpx.HTTPError:
-            pass
-        time.sleep(0.2)
-    raise TimeoutError(f"{url} did not answer within {timeout_s:.0f} s")
 
 
 class ForeignCpu:
@@ -121,7 +87,7 @@ class ForeignCpu:
 
 async def measure(url: str, seed: int) -> dict[str, float]:
     """The figures of one side, one round."""
-    common = {"vocab": VOCAB, "model": "bench", "url": url}
+    common = {"vocab": VOCAB, "model": MODEL_NAME, "url": url}
     await run_load(
         **common, concurrency=2, num_requests=4, prompt_tokens=64, max_tokens=16, seed=seed
     )
@@ -165,9 +131,8 @@ def table(ours: dict[str, float], peer: dict[str, float] | None) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--vllm-venv", type=Path, help="leave out to measure Isthmus alone")
-    parser.add_argument("--model-dir", type=Path, default=HERE / "out" / "sample-bf16")
+    parser.add_argument("--model-dir", type=Path, default=OUT / "sample-bf16")
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--port", type=int, default=18_400)
     parser.add_argument("--only", choices=("isthmus", "vllm"))
     args = parser.parse_args()
     model = export(args.model_dir.resolve())
@@ -175,12 +140,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         for number in range(args.rounds):
             if args.only != "vllm":
-                with isthmus_pair(model, args.port, Path(folder)) as url:
-                    results["isthmus"].append(asyncio.run(measure(url, 1000 * number)))
+                with serve(model, "--dtype", "bfloat16") as running:
+                    results["isthmus"].append(asyncio.run(measure(running.url, 1000 * number)))
             if args.only != "isthmus" and args.vllm_venv:
-                with vllm(model, args.port, Path(folder), args.vllm_venv.resolve()) as url:
+                with vllm(model, Path(folder), args.vllm_venv.resolve()) as url:
                     results["vllm"].append(asyncio.run(measure(url, 1000 * number)))
-    out = HERE / "out" / "pair.json"
+    out = OUT / "pair.json"
     out.parent.mkdir(exist_ok=True)
     out.write_text(json.dumps(results, indent=1))
     sides = {name: median_of(rounds) for name, rounds in results.items() if rounds}

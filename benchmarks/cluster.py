@@ -1,0 +1,122 @@
+"""An Isthmus cluster of its own for a measurement: started by the CLI, stopped by its pid."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import httpx
+from isthmus.common.rpc import create_channel
+from isthmus.controlplane.client import InstanceStatus
+from isthmus.protos.v1 import instance_pb2, instance_pb2_grpc
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+OUT = Path(__file__).resolve().parent / "out"
+MODEL_NAME = "bench"
+CLUSTER_NAME = "bench"
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    url: str
+    pid: int
+    ready_s: float
+    state_dir: Path
+
+    def status(self) -> dict[str, object]:
+        """What ``isthmus status`` says."""
+        command = [*cli("status"), "--output", "json", "--set", f"state_dir={self.state_dir}"]
+        return json.loads(
+            subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        )
+
+
+def cli(*words: str) -> list[str]:
+    return [sys.executable, "-m", "isthmus.cli.main", *words]
+
+
+async def _integrity_problems(instances: tuple[InstanceStatus, ...]) -> list[str]:
+    problems = []
+    for instance in instances:
+        if instance.info is None:
+            problems.append(f"{instance.instance_id} has not registered")
+            continue
+        async with create_channel(instance.info.address) as channel:
+            stub = instance_pb2_grpc.InstanceServiceStub(channel)
+            reply = await stub.CheckIntegrity(instance_pb2.CheckIntegrityRequest(), timeout=10)
+        load = reply.load
+        if not reply.is_clean:
+            problems.append(f"{instance.instance_id}: {reply.problem}")
+        busy = {state: n for state, n in reply.sessions_by_state.items() if n}
+        if load.free_blocks != load.num_blocks or load.held_blocks or load.running_seqs or busy:
+            problems.append(f"{instance.instance_id} is not at rest: {load} {busy}")
+    return problems
+
+
+@contextmanager
+def serve(model: Path | str, *flags: str, ready_timeout_s: float = 180) -> Iterator[Running]:
+    """``isthmus up`` with the flags, until the block ends. Raises RuntimeError with its log."""
+    with TemporaryDirectory(prefix="isthmus-bench-", ignore_cleanup_errors=True) as folder:
+        log = Path(folder) / "up.log"
+        port = free_port()
+        command = [
+            *cli("up"), "--model", str(model), "--served-name", MODEL_NAME, "--port", str(port),
+            "--name", CLUSTER_NAME, "--set", f"state_dir={folder}", *flags,
+        ]  # fmt: skip
+        started = time.monotonic()
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                command, stdout=output, stderr=output, start_new_session=True, cwd=folder
+            )
+        url = f"http://127.0.0.1:{port}"
+        try:
+            wait_for(f"{url}/ready", process, ready_timeout_s, log)
+            yield Running(url, process.pid, time.monotonic() - started, Path(folder))
+        finally:
+            stop(process)
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        process.send_signal(signal.SIGINT)
+    try:
+        process.wait(timeout=40)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait(timeout=10)
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def wait_for(
+    url: str, process: subprocess.Popen[bytes], timeout_s: float, log: Path | None = None
+) -> None:
+    """Returns when ``url`` answers 200; raises RuntimeError when the process ends first."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            text = log.read_text(errors="replace") if log else ""
+            raise RuntimeError(f"{process.args} ended with code {process.returncode}\n{text}")
+        try:
+            if httpx.get(url, timeout=2, trust_env=False).status_code == 200:
+                return
+        except httpx.HTTPError:
+            pass
+        time.sleep(0.2)
+    text = log.read_text(errors="replace") if log else ""
+    raise RuntimeError(f"{url} did not answer within {timeout_s:.0f} s\n{text}")

@@ -1,0 +1,29 @@
+"""``make bench ARGS="NAME …"``: runs one measurement by name; without a name, lists them."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+NAMES = ("kernels", "transfer", "router", "pair", "storm", "identity")
+
+
+def summary(name: str) -> str:
+    text = (HERE / f"{name}.py").read_text(encoding="utf-8")
+    return text.split('"""')[1].strip().splitlines()[0]
+
+
+def main() -> None:
+    sys.path.insert(0, str(HERE.parent))
+    if len(sys.argv) < 2 or sys.argv[1] not in NAMES:
+        for name in NAMES:
+            print(f"{name:10} {summary(name)}")
+        sys.exit(0 if len(sys.argv) < 2 else 2)
+    name = sys.argv.pop(1)
+    runpy.run_module(f"benchmarks.{name}", run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()
