@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -15,10 +16,10 @@ from tempfile import TemporaryDirectory
 
 import httpx
 from isthmus.common.rpc import create_channel
-from isthmus.controlplane.client import InstanceStatus
+from isthmus.controlplane.client import InstanceStatus, cluster_status
+from isthmus.controlplane.state_file import find_running
 from isthmus.protos.v1 import instance_pb2, instance_pb2_grpc
 
-REPOSITORY = Path(__file__).resolve().parent.parent
 OUT = Path(__file__).resolve().parent / "out"
 MODEL_NAME = "bench"
 CLUSTER_NAME = "bench"
@@ -31,12 +32,16 @@ class Running:
     ready_s: float
     state_dir: Path
 
-    def status(self) -> dict[str, object]:
-        """What ``isthmus status`` says."""
-        command = [*cli("status"), "--output", "json", "--set", f"state_dir={self.state_dir}"]
-        return json.loads(
-            subprocess.run(command, check=True, capture_output=True, text=True).stdout
-        )
+    def instances(self) -> tuple[InstanceStatus, ...]:
+        """What ``isthmus status`` shows."""
+        state = find_running(self.state_dir, CLUSTER_NAME)
+        if state is None:
+            raise RuntimeError("the cluster is not running any more")
+        return asyncio.run(cluster_status(state.control_address)).instances
+
+    def integrity_problems(self) -> list[str]:
+        """Instances whose pools are not at rest and clean, and why."""
+        return asyncio.run(_integrity_problems(self.instances()))
 
 
 def cli(*words: str) -> list[str]:
