@@ -31,7 +31,7 @@ from isthmus.engine.kv_store import KvStore, count_blocks, layout_of
 from isthmus.engine.models.types import LanguageModel
 from isthmus.engine.owners import BlockOwners
 from isthmus.engine.runner import ModelRunner, StepTokens
-from isthmus.engine.sampler import SampledToken
+from isthmus.engine.sampler import Sampled, SampledToken
 from isthmus.engine.scheduler import Scheduler, StepPlan
 from isthmus.engine.sequence import SeqStatus, Sequence
 from isthmus.engine.stop_rules import find_finish_reason
@@ -333,9 +333,10 @@ class EngineCore:
                 updates.append(self._advance(sequence, outcome.get(sequence)))
         return tuple(updates)
 
-    def _advance(self, sequence: Sequence, sampled: SampledToken | None) -> SequenceUpdate:
-        if sampled is not None and sampled.error is not None:
-            return self._fail(sequence, sampled.error)
+    def _advance(self, sequence: Sequence, sampled: Sampled | None) -> SequenceUpdate:
+        """``sampled`` is None while tokens of the sequence are left to compute."""
+        if isinstance(sampled, InternalError):
+            return self._fail(sequence, sampled)
         sequence.num_computed_tokens += sequence.num_scheduled_tokens
         self._publish_full_blocks(sequence)
         if sampled is None:

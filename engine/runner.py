@@ -11,11 +11,11 @@ from isthmus.engine import sampler
 from isthmus.engine.batch import build_step_input
 from isthmus.engine.kv_store import KvStore
 from isthmus.engine.models.types import LanguageModel
-from isthmus.engine.sampler import SampledToken
+from isthmus.engine.sampler import Sampled
 from isthmus.engine.scheduler import StepPlan
 from isthmus.engine.sequence import Sequence
 
-StepTokens = dict[Sequence, SampledToken]
+StepTokens = dict[Sequence, Sampled]
 
 
 class ModelRunner:

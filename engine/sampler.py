@@ -31,14 +31,14 @@ _CDF_BLOCK = 256
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """``error`` is set instead of a token when the row holds no usable number."""
-
     token_id: int
-    logprob: TokenLogprob | None = None
-    error: InternalError | None = None
+    logprob: TokenLogprob | None = None  # when asked for
 
 
-def sample(logits: torch.Tensor, step: StepInput) -> list[SampledToken]:
+Sampled = SampledToken | InternalError  # an error where the row holds no usable number
+
+
+def sample(logits: torch.Tensor, step: StepInput) -> list[Sampled]:
     """One token for each of ``step.sampled``; ``logits`` float32 [K, V]."""
     if not step.sampled:
         return []
@@ -46,10 +46,10 @@ def sample(logits: torch.Tensor, step: StepInput) -> list[SampledToken]:
     draws = _draws(step.sampled)
     is_plain = all(sequence.is_plain for sequence in step.sampled)
     host_logits = None if is_plain else logits.cpu().numpy()
-    sampled: list[SampledToken] = []
+    sampled: list[Sampled] = []
     for sequence, row in zip(step.sampled, step.sample_rows, strict=True):
         if not is_usable[row]:
-            sampled.append(SampledToken(-1, error=_unusable(sequence)))
+            sampled.append(_unusable(sequence))
         elif sequence.is_plain or host_logits is None:
             sampled.append(SampledToken(best_ids[row]))
         else:
@@ -119,13 +119,13 @@ def _draws(sequences: list[Sequence]) -> dict[Sequence, float]:
     return dict(zip(random, values.tolist(), strict=True))
 
 
-def _sample_row(logits: Logits, sequence: Sequence, draw: float) -> SampledToken:
+def _sample_row(logits: Logits, sequence: Sequence, draw: float) -> Sampled:
     sampling = sequence.request.sampling
     logits = _adjusted(logits, sequence)
     greedy = sampling.is_greedy
     token_id = int(logits.argmax()) if greedy else draw_token(logits, sampling, draw)
     if logits[token_id] == -np.inf:
-        return SampledToken(-1, error=_unusable(sequence))
+        return _unusable(sequence)
     if sampling.logprobs is None:
         return SampledToken(token_id)
     return SampledToken(token_id, describe_token(logits, token_id, sampling.logprobs))

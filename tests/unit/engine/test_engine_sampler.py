@@ -6,11 +6,12 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
+from isthmus.common.errors import InternalError
 from isthmus.common.types import SamplingParams
 from isthmus.engine.batch import StepInput, build_step_input
 from isthmus.engine.block_table import BlockTable, TableState
 from isthmus.engine.philox import philox4x32, uniforms
-from isthmus.engine.sampler import describe_token, draw_token, largest, sample
+from isthmus.engine.sampler import SampledToken, describe_token, draw_token, largest, sample
 from isthmus.engine.scheduler import StepPlan
 from isthmus.engine.sequence import Sequence
 from isthmus.engine.types import SequenceMode
@@ -41,7 +42,7 @@ def step_of(*sequences: Sequence) -> StepInput:
 
 def sample_one(logits: NDArray[np.float32], sequence: Sequence) -> int:
     (sampled,) = sample(torch.from_numpy(logits[None].copy()), step_of(sequence))
-    assert sampled.error is None
+    assert isinstance(sampled, SampledToken)
     return sampled.token_id
 
 
@@ -166,7 +167,7 @@ def test_rows_do_not_influence_each_other() -> None:
     sequences[2] = make_sequence()
     together = sample(torch.from_numpy(rows), step_of(*sequences))
     alone = [sample_one(row, sequence) for row, sequence in zip(rows, sequences, strict=True)]
-    assert [sampled.token_id for sampled in together] == alone
+    assert together == [SampledToken(token_id) for token_id in alone]
 
 
 def test_logit_bias_can_force_and_forbid_a_token() -> None:
@@ -205,6 +206,7 @@ def test_logprobs_are_of_the_penalised_distribution_before_temperature() -> None
     biased = logits.astype(np.float64)
     biased[10] += 4
     expected = biased - np.log(np.exp(biased).sum())
+    assert isinstance(sampled, SampledToken)
     assert sampled.logprob is not None
     assert sampled.logprob.token_id == sampled.token_id
     assert math.isclose(sampled.logprob.logprob, expected[sampled.token_id], abs_tol=1e-4)
@@ -229,6 +231,5 @@ def test_row_without_a_usable_number_is_an_error_of_that_row_alone(
     rows[0, 17] = np.nan
     sequences = (make_sequence(**options), make_sequence())
     broken, fine = sample(torch.from_numpy(rows), step_of(*sequences))
-    assert broken.error is not None
-    assert fine.error is None
-    assert fine.token_id == int(rows[1].argmax())
+    assert isinstance(broken, InternalError)
+    assert fine == SampledToken(int(rows[1].argmax()))
