@@ -1,0 +1,222 @@
+"""The connector's thread: windows, refusals, connectors that raise or hang."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import pytest
+from isthmus.common.clock import VirtualClock
+from isthmus.common.errors import IsthmusError, TransferTimeoutError
+from isthmus.kvtransfer.driver import ConnectorDriver, Outcome, Write
+from isthmus.kvtransfer.interface import (
+    CopyOp,
+    MemoryRegion,
+    PeerName,
+    WriteHandle,
+    WriteState,
+)
+
+from tests.support.poll import poll_until
+
+pytestmark = pytest.mark.asyncio
+
+SIZE = 100
+PEER, OTHER = PeerName("peer"), PeerName("other")
+
+
+class ScriptedConnector:
+    """States are set by the test; remembers what it was asked."""
+
+    name = "scripted"
+
+    def __init__(self) -> None:
+        self.posted: list[PeerName] = []
+        self.states: dict[WriteHandle, WriteState] = {}
+        self.removed: list[PeerName] = []
+        self.threads: set[int] = set()
+        self.raises: set[str] = set()
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def _called(self, name: str) -> None:
+        self.threads.add(threading.get_ident())
+        if name in self.raises:
+            raise RuntimeError(f"bug in {name}")
+
+    def register(self, region: MemoryRegion) -> None:
+        self._called("register")
+
+    def metadata(self) -> bytes:
+        return b"md"
+
+    def add_peer(self, metadata: bytes, region: MemoryRegion) -> PeerName:
+        self._called("add_peer")
+        self.gate.wait()
+        return PEER
+
+    def remove_peer(self, peer: PeerName) -> None:
+        self._called("remove_peer")
+        self.removed.append(peer)
+
+    def post_write(self, peer: PeerName, ops: Sequence[CopyOp], notification: bytes) -> WriteHandle:
+        self._called("post_write")
+        self.posted.append(peer)
+        handle = WriteHandle(len(self.posted))
+        self.states[handle] = WriteState.IN_PROGRESS
+        return handle
+
+    def poll(self, handle: WriteHandle) -> WriteState:
+        self._called("poll")
+        return self.states[handle]
+
+    def release(self, handle: WriteHandle) -> None:
+        self._called("release")
+        del self.states[handle]
+
+    def take_notifications(self) -> list[tuple[PeerName, bytes]]:
+        self._called("take_notifications")
+        return []
+
+    def close(self) -> None:
+        self._called("close")
+        self.gate.wait()
+
+    def finish(self, state: WriteState = WriteState.DONE) -> None:
+        self.states = dict.fromkeys(self.states, state)
+
+
+class Owner:
+    def __init__(self) -> None:
+        self.is_open = True
+
+    def write_ended(self, write: Write, outcome: Outcome, error: IsthmusError | None) -> None:
+        raise AssertionError("telling the owner is the manager's part")
+
+
+class Rig:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, window: int) -> None:
+        monkeypatch.setattr("isthmus.kvtransfer.driver.WINDOW_BYTES", window)
+        self.clock = VirtualClock(0)
+        self.connector = ScriptedConnector()
+        self.driver = ConnectorDriver(self.connector, MemoryRegion(0, 1), self.clock)
+        self.owner = Owner()
+
+    def submit(self, peer: PeerName = PEER, expires_ns: int = 10**9, size: int = SIZE) -> Write:
+        write = Write(peer, (CopyOp(0, 0, size),), b"n", expires_ns, self.owner)
+        self.driver.submit(write)
+        return write
+
+    async def ended(self) -> list[tuple[Write, Outcome]]:
+        sweep = await self.driver.sweep()
+        return [(write, outcome) for write, outcome, _ in sweep.ended]
+
+
+async def test_window_bounds_what_is_in_flight_to_one_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(monkeypatch, window=2 * SIZE)
+    writes = [rig.submit() for _ in range(5)]
+    rig.submit(OTHER)
+    assert await rig.ended() == []
+    assert rig.connector.posted == [PEER, PEER, OTHER]
+    await rig.driver.sweep()
+    assert len(rig.connector.posted) == 3
+    rig.connector.finish()
+    ended = await rig.ended()
+    assert [write for write, _ in ended[:2]] == writes[:2]
+    assert {outcome for _, outcome in ended} == {Outcome.DONE}
+    assert rig.connector.posted[3:] == [PEER, PEER]
+    assert rig.driver.open_bytes == 3 * SIZE
+    assert rig.driver.num_open_writes == 3
+    assert await rig.driver.close(5)
+
+
+async def test_write_larger_than_the_window_goes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(monkeypatch, window=SIZE)
+    rig.submit(size=3 * SIZE)
+    rig.submit()
+    await rig.ended()
+    assert len(rig.connector.posted) == 1
+    rig.connector.finish()
+    await rig.ended()
+    assert len(rig.connector.posted) == 2
+    assert await rig.driver.close(5)
+
+
+async def test_waiting_write_is_dropped_at_its_deadline_or_when_unwanted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig = Rig(monkeypatch, window=SIZE)
+    rig.submit()
+    late = rig.submit(expires_ns=5)
+    await rig.ended()
+    rig.clock.advance_ms(1)
+    sweep = await rig.driver.sweep()
+    assert [(write, outcome) for write, outcome, _ in sweep.ended] == [(late, Outcome.NOT_POSTED)]
+    assert isinstance(sweep.ended[0][2], TransferTimeoutError)
+    unwanted = rig.submit()
+    rig.owner.is_open = False
+    assert await rig.ended() == [(unwanted, Outcome.NOT_POSTED)]
+    assert len(rig.connector.posted) == 1
+    assert await rig.driver.close(5)
+
+
+@pytest.mark.parametrize("call", ["post_write", "poll", "release"])
+async def test_connector_that_raises_fails_the_write_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    rig = Rig(monkeypatch, window=10 * SIZE)
+    rig.connector.raises = {call}
+    broken = rig.submit()
+    await_first = await rig.ended()
+    rig.connector.finish()
+    ended = await_first or await rig.ended()
+    assert ended == [(broken, Outcome.FAILED)]
+    rig.connector.raises = set()
+    fine = rig.submit()
+    await rig.ended()
+    rig.connector.finish()
+    assert await rig.ended() == [(fine, Outcome.DONE)]
+    assert rig.driver.num_open_writes == rig.driver.open_bytes == 0
+    assert await rig.driver.close(5)
+
+
+async def test_failing_notifications_lose_no_ended_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(monkeypatch, window=SIZE)
+    write = rig.submit()
+    await rig.ended()
+    rig.connector.finish()
+    rig.connector.raises = {"take_notifications"}
+    sweep = await rig.driver.sweep()
+    assert [ended for ended, _, _ in sweep.ended] == [write]
+    assert isinstance(sweep.error, RuntimeError)
+    assert await rig.driver.close(5)
+
+
+async def test_every_call_is_on_one_thread_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(monkeypatch, window=SIZE)
+    rig.submit()
+    await rig.ended()
+    await rig.driver.add_peer(b"", MemoryRegion(0, 1), 5)
+    await rig.driver.remove_peer(PEER, 5)
+    assert await rig.driver.close(5)
+    assert len(rig.connector.threads) == 1
+    assert threading.get_ident() not in rig.connector.threads
+
+
+async def test_peer_that_comes_too_late_is_removed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(monkeypatch, window=SIZE)
+    rig.connector.gate.clear()
+    with pytest.raises(TimeoutError):
+        await rig.driver.add_peer(b"", MemoryRegion(0, 1), 0.01)
+    rig.connector.gate.set()
+    await rig.driver.sweep()
+    assert rig.connector.removed == [PEER]
+    assert await rig.driver.close(5)
+
+
+async def test_hanging_connector_does_not_hang_close(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(monkeypatch, window=SIZE)
+    rig.connector.gate.clear()
+    assert not await rig.driver.close(0.05)
+    rig.connector.gate.set()
+    await poll_until(lambda: not rig.driver._thread.is_alive())
