@@ -43,6 +43,7 @@ class FilterReason(Enum):
     NOT_PREFERRED = "not_preferred"
 
 
+_READY = InstanceState.READY
 _INFEASIBLE = frozenset({FilterReason.TOO_LONG, FilterReason.TOO_BIG})
 
 
@@ -54,7 +55,7 @@ def filter_reason(view: InstanceView, query: RouteQuery, now_ns: int) -> FilterR
     if query.num_prompt_tokens > view.longest_prompt:
         is_long = query.num_prompt_tokens >= info.max_model_len
         return FilterReason.TOO_LONG if is_long else FilterReason.TOO_BIG
-    if info.state is not InstanceState.READY:
+    if info.state is not _READY:
         return FilterReason.NOT_READY
     if view.is_suspect:
         return FilterReason.SUSPECT

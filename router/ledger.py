@@ -45,6 +45,11 @@ RESERVATION_TRANSITIONS: Transitions[ReservationState] = Transitions(
 )
 
 
+# Looked up per leg and sum; an enum's member costs more to find than to compare.
+_PREFILLING = ReservationState.PREFILLING
+_DECODING = ReservationState.DECODING
+
+
 @dataclass(frozen=True, slots=True)
 class Burden:
     """What one request adds: to where its prompt is computed, and to where it decodes."""
@@ -72,9 +77,9 @@ class Reservation:
 
     def visible_ns(self, instance_id: InstanceId) -> int | None:
         """Since when ``instance_id``'s reports can contain this; None = not yet, or no more."""
-        if instance_id == self.prefill_at and self.state is ReservationState.PREFILLING:
-            return self.made_ns
-        if instance_id == self.decode_at and self.state is ReservationState.DECODING:
+        if self.state is _PREFILLING:
+            return self.made_ns if instance_id == self.prefill_at else None
+        if self.state is _DECODING and instance_id == self.decode_at:
             return self.made_ns if self.is_local else self.first_token_ns
         return None
 
@@ -100,6 +105,9 @@ class Seen:
 
     at_ns: int
     num_seqs: int
+
+
+_NEVER = Seen(-1, 0)
 
 
 class Ledger:
@@ -217,48 +225,34 @@ class Ledger:
         self._pending.pop(instance_id, None)
 
     def _sum(self, instance_id: InstanceId, legs: Iterable[Reservation]) -> PendingLoad:
-        legs = list(legs)
-        seen = self._seen.get(instance_id)
-        hidden = _not_in_report(instance_id, legs, seen)
-        prefills = [
-            leg.burden
-            for leg in hidden
-            if leg.prefill_at == instance_id and leg.state is ReservationState.PREFILLING
-        ]
-        incoming = [
-            leg
-            for leg in legs
-            if leg.decode_at == instance_id and leg.visible_ns(instance_id) is None
-        ]
-        decodes = [leg for leg in hidden if leg.decode_at == instance_id] + incoming
-        # Blocks are taken before the prompt is computed, so reports contain them early.
-        reserved = [
-            leg.burden.blocks
-            for leg in legs
-            if leg.decode_at == instance_id and (seen is None or leg.made_ns > seen.at_ns)
-        ]
+        seen = self._seen.get(instance_id, _NEVER)
+        hidden: list[Reservation] = []  # visible to the instance, but not in its last report
+        incoming: list[Reservation] = []
+        reported: list[tuple[int, int, Reservation]] = []
+        num_blocks = 0
+        for place, leg in enumerate(legs):
+            since_ns = leg.visible_ns(instance_id)
+            if since_ns is None:
+                incoming.append(leg)
+            elif since_ns > seen.at_ns:
+                hidden.append(leg)
+            else:
+                reported.append((since_ns, place, leg))
+            # Blocks are taken before the prompt is computed, so reports contain them early.
+            if leg.made_ns > seen.at_ns and leg.decode_at == instance_id:
+                num_blocks += leg.burden.blocks
+        if len(reported) > seen.num_seqs:
+            settled_ns = seen.at_ns - SETTLE_MS * NS_PER_MS
+            newest = sorted(reported)[seen.num_seqs :]
+            hidden += [leg for since_ns, _, leg in newest if since_ns > settled_ns]
+        prefills = [leg.burden for leg in hidden if leg.state is _PREFILLING]
+        decodes = [leg.burden for leg in hidden if leg.decode_at == instance_id]
+        decodes += [leg.burden for leg in incoming]
         return PendingLoad(
             prefill_seqs=len(prefills),
-            prefill_tokens=sum(burden.prefill_tokens for burden in prefills),
-            prefill_ms=sum(burden.prefill_ms for burden in prefills),
+            prefill_tokens=sum([burden.prefill_tokens for burden in prefills]),
+            prefill_ms=sum([burden.prefill_ms for burden in prefills]),
             decode_seqs=len(decodes),
-            decode_context_tokens=sum(leg.burden.context_tokens for leg in decodes),
-            decode_blocks=sum(reserved),
+            decode_context_tokens=sum([burden.context_tokens for burden in decodes]),
+            decode_blocks=num_blocks,
         )
-
-
-def _not_in_report(
-    instance_id: InstanceId, legs: Iterable[Reservation], seen: Seen | None
-) -> list[Reservation]:
-    """The visible legs that the last report cannot contain."""
-    visible = [(since, leg) for leg in legs if (since := leg.visible_ns(instance_id)) is not None]
-    if seen is None:
-        return [leg for _, leg in visible]
-    after = [leg for since, leg in visible if since > seen.at_ns]
-    before = sorted(
-        ((since, leg) for since, leg in visible if since <= seen.at_ns), key=lambda item: item[0]
-    )
-    excess = max(0, len(before) - seen.num_seqs)
-    settled_ns = seen.at_ns - SETTLE_MS * NS_PER_MS
-    newest = before[len(before) - excess :] if excess else []
-    return after + [leg for since, leg in newest if since > settled_ns]

@@ -87,7 +87,9 @@ class LeastPredictedLoad:
             ]
         )
         # Not cheap as one of a pair, but maybe the best alone: who holds most of the prompt.
-        fullest = _cheapest([(option.uncached_tokens, option) for option in pool.decodes])
+        fullest = _cheapest(
+            [(option.uncached_tokens, option) for option in pool.decodes if option.cached_tokens]
+        )
         decodes = {option.view.instance_id: option for option in (*cheapest, *fullest)}
         candidates: list[Candidate] = []
         for decode in decodes.values():

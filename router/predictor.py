@@ -93,6 +93,7 @@ class Predictor:
         """``depth`` as for ``prefill_option``: blocks that need not be transferred."""
         info, load = view.info, view.load
         num_tokens = query.num_prompt_tokens
+        output_tokens = min(query.max_output_tokens, EXPECTED_OUTPUT_TOKENS)
         cached = cached_tokens(view, query, depth) if depth else 0
         num_seqs = pending.decode_seqs
         context = pending.decode_context_tokens
@@ -109,7 +110,7 @@ class Predictor:
         step_ms = view.decode_factor * (
             model.decode_base
             + model.decode_seq * (num_seqs + 1)
-            + model.decode_context * (context + num_tokens + expected_output(query) // 2)
+            + model.decode_context * (context + num_tokens + output_tokens // 2)
         )
         block_size = view.block_size
         missing = num_tokens // block_size + 1 - cached // block_size - free_blocks

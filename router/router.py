@@ -26,6 +26,9 @@ from isthmus.router.snapshot import RouterSnapshot, take_snapshot
 from isthmus.router.state import RouterState
 from isthmus.router.types import Outcome, OutcomeKind, RouteQuery
 
+# Looking up an enum's member costs as much as the rest of a filter does.
+_PREFILL = Role.PREFILL
+
 
 @dataclass(frozen=True, slots=True)
 class _Open:
@@ -117,7 +120,7 @@ class Router:
                 filtered[instance_id] = reason
                 continue
             load, depth = pending(instance_id), depths.get(instance_id, 0)
-            if view.info.role is Role.PREFILL:
+            if view.info.role is _PREFILL:
                 prefill = prefill_option(view, load, query, depth, now_ns)
                 prefills.setdefault(view.key, []).append(prefill)
             else:
