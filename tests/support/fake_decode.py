@@ -37,7 +37,7 @@ class Script:
     """What one request gets. ``gate`` is awaited before token ``gate_at`` is sent."""
 
     token_ids: Sequence[int]
-    error: IsthmusError | None = None  # instead of token ``error_at``
+    error: IsthmusError | None = None  # instead of token ``error_at``, or of the end
     error_at: int = 0
     failed_instance: str = ""
     gate: asyncio.Event | None = None
@@ -169,6 +169,9 @@ class _DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             answers.put_nowait(decode_pb2.GenerateResponse(deltas=[delta]))
             position = stop
             await asyncio.sleep(0)
+        if script.error is not None and script.error_at >= len(token_ids):
+            answers.put_nowait(_failed(name, script))
+            return
         finished = decode_pb2.Finished(
             request_id=name,
             reason=reason,

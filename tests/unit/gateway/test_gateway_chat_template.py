@@ -43,7 +43,9 @@ QWEN_LIKE = """{%- set ns = namespace(last=-1) %}
 {%- endfor %}
 {%- for message in messages %}
 <|im_start|>{{ message.role }}
-{% if message.reasoning_content is defined and enable_thinking %}<think>{{ message.reasoning_content }}</think>{% endif %}
+{% if message.reasoning_content is defined and enable_thinking %}
+<think>{{ message.reasoning_content }}</think>
+{% endif %}
 {{ message.content | tojson }}<|im_end|>
 {%- endfor %}
 {% if tools %}{{ tools | tojson(indent=2) }}{% endif %}{{ ns.last }}

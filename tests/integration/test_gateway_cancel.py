@@ -1,0 +1,171 @@
+"""A client that leaves is noticed at every stage, and nothing of its request stays."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+from isthmus.common import metrics
+from isthmus.common.clock import SystemClock
+from isthmus.common.timeline import Timeline
+from isthmus.common.types import SamplingParams
+from isthmus.gateway.exchange import Exchange
+from isthmus.gateway.formats import CompletionFormat
+from isthmus.gateway.plan import GenerationPlan, PreparedPrompt
+from isthmus.gateway.sse import EventStreamResponse
+
+from tests.support.fake_decode import FakeDecode, Script
+from tests.support.gateway_server import RunningGateway, running_gateway
+from tests.support.poll import poll_until
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+@pytest_asyncio.fixture
+async def fake() -> FakeDecode:
+    return FakeDecode()
+
+
+@pytest_asyncio.fixture
+async def gateway(tmp_path: Path, fake: FakeDecode) -> AsyncIterator[RunningGateway]:
+    async with running_gateway(tmp_path, [fake]) as running:
+        yield running
+
+
+def cancels(stage: str) -> float:
+    return metrics.CANCELS.labels(stage=stage)._value.get()
+
+
+def ended(outcome: str) -> float:
+    return metrics.REQUESTS.labels(slo_class="default", outcome=outcome)._value.get()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("position", "stage"), [(0, "first_token"), (2, "decode")])
+@pytest.mark.parametrize("num_choices", [1, 2])
+async def test_leaving_aborts_on_the_instance_and_is_counted(
+    gateway: RunningGateway,
+    fake: FakeDecode,
+    stream: bool,
+    position: int,
+    stage: str,
+    num_choices: int,
+) -> None:
+    gate = asyncio.Event()
+    fake.script = lambda _: Script(gateway.ids("the one two"), gate=gate, gate_at=position)
+    before, before_ended = cancels(stage), ended("cancelled")
+    body = {"model": "tiny", "messages": MESSAGES, "stream": stream, "n": num_choices}
+    async with gateway.http() as client:
+        asking = asyncio.create_task(client.post("/v1/chat/completions", json=body))
+        num_expected = num_choices if position else 1
+        await poll_until(lambda: len(fake.submitted) == num_expected)
+        decode_client = gateway.gateway.decode_client
+        if position:
+            sinks = decode_client._streams[fake.info.instance_id]._sinks
+            await poll_until(lambda: all(c.num_output_tokens == position for c in sinks.values()))
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+    await poll_until(lambda: len(fake.aborted) == num_expected)
+    assert set(fake.aborted) == {request.request_id for request in fake.requests}
+    await poll_until(lambda: ended("cancelled") == before_ended + 1)
+    assert cancels(stage) == before + 1
+    assert decode_client.num_requests() == 0
+
+
+@pytest.mark.asyncio
+async def test_leaving_while_sending_the_body_is_no_error(gateway: RunningGateway) -> None:
+    before = cancels("receive")
+
+    async def half() -> AsyncIterator[bytes]:
+        yield b"{"
+        await asyncio.Event().wait()
+
+    async with gateway.http() as client:
+        asking = asyncio.create_task(client.post("/v1/completions", content=half()))
+        await poll_until(lambda: gateway.gateway.limiter.num_inflight == 1)
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+    await poll_until(lambda: cancels("receive") == before + 1)
+
+
+@pytest.mark.asyncio
+async def test_a_stop_string_aborts_on_the_instance_but_is_no_cancel(
+    gateway: RunningGateway, fake: FakeDecode
+) -> None:
+    fake.script = lambda _: Script(gateway.ids("the one two"), gate=asyncio.Event(), gate_at=2)
+    before = ended("cancelled")
+    async with gateway.http() as client:
+        body = {"model": "tiny", "prompt": "x", "stop": " one"}
+        answer = await client.post("/v1/completions", json=body)
+    assert answer.json()["choices"][0]["text"] == "the"
+    await poll_until(lambda: len(fake.aborted) == 1)
+    assert ended("cancelled") == before
+
+
+@pytest.mark.asyncio
+async def test_many_cancels_leave_the_gateway_as_it_was(
+    gateway: RunningGateway, fake: FakeDecode
+) -> None:
+    gate = asyncio.Event()
+    fake.script = lambda _: Script(gateway.ids("the one two"), gate=gate, gate_at=1)
+    async with httpx.AsyncClient(base_url=gateway.url, limits=httpx.Limits()) as client:
+        body = {"model": "tiny", "messages": MESSAGES, "stream": True}
+        asking = [
+            asyncio.create_task(client.post("/v1/chat/completions", json=body)) for _ in range(40)
+        ]
+        await poll_until(lambda: len(fake.submitted) == 40)
+        for task in asking[::2]:
+            task.cancel()
+        await poll_until(lambda: len(fake.aborted) == 20)
+        gate.set()
+        answers = await asyncio.gather(*asking, return_exceptions=True)
+    finished = [answer for answer in answers if isinstance(answer, httpx.Response)]
+    assert len(finished) == 20
+    assert all(answer.text.endswith("data: [DONE]\n\n") for answer in finished)
+
+
+@pytest.mark.asyncio
+async def test_tokens_that_arrive_while_a_slow_client_is_written_to_are_merged(
+    gateway: RunningGateway, fake: FakeDecode
+) -> None:
+    ids = gateway.ids("the one two the one two")
+    gate = asyncio.Event()
+    fake.script = lambda _: Script(ids, gate=gate, gate_at=1)
+    now_ns = SystemClock().now_ns()
+    plan = GenerationPlan(
+        request_id="slow",
+        model="tiny",
+        prompts=(PreparedPrompt("x", (5,), (), len(ids)),),
+        num_choices=1,
+        sampling=SamplingParams(),
+        stop_strings=(),
+        arrival_ns=now_ns,
+        deadline_ns=now_ns + 10**10,
+    )
+    exchange = Exchange(plan, gateway.gateway.services, Timeline())
+    exchange.start()
+    await exchange.wait()
+    answer = CompletionFormat("slow", "tiny", 0, gateway.tokenizer, usage=False)
+    bodies: list[bytes] = []
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.body":
+            bodies.append(message["body"])
+            gate.set()
+            await poll_until(lambda: exchange.is_done)
+
+    async def receive() -> Any:
+        await asyncio.Event().wait()
+
+    await EventStreamResponse(exchange, answer, {}, lambda: None)({}, receive, send)
+    assert len(bodies) == 2
+    assert bodies[1].count(b'"text"') == 1
+    assert bodies[1].endswith(b"data: [DONE]\n\n")

@@ -1,0 +1,48 @@
+"""Identity, salts, and the count of requests in flight."""
+
+from __future__ import annotations
+
+import pytest
+from isthmus.common.errors import AuthenticationError, RateLimitedError
+from isthmus.gateway.limits import Identity, InflightLimiter, KeyRing
+
+
+def test_without_keys_everybody_is_anonymous() -> None:
+    assert KeyRing([]).identify({}) == Identity()
+    assert Identity().cache_salt(None) == ""
+
+
+def test_a_key_gives_its_own_identity_and_hides_itself() -> None:
+    ring = KeyRing(["alpha", "beta"])
+    alpha = ring.identify({"authorization": "Bearer alpha"})
+    beta = ring.identify({"authorization": "bearer beta"})
+    assert alpha != beta
+    assert "alpha" not in alpha.tenant
+
+
+@pytest.mark.parametrize("header", ["", "Bearer ", "Bearer gamma", "alpha", "Basic alpha"])
+def test_without_a_known_key_nobody_comes_in(header: str) -> None:
+    with pytest.raises(AuthenticationError):
+        KeyRing(["alpha"]).identify({"authorization": header})
+
+
+def test_a_clients_salt_never_reaches_anothers_cache() -> None:
+    """Not even with a salt that spells out the other's derivation."""
+    a, b = Identity("aaaa"), Identity("bbbb")
+    target = b.cache_salt("s")
+    guesses = ["s", target, "bbbb", "4:bbbb:s", ":4:bbbb:s", None]
+    assert target not in {a.cache_salt(guess) for guess in guesses}
+    assert target not in {Identity().cache_salt(guess) for guess in guesses}
+    assert a.cache_salt("s") == a.cache_salt("s")
+
+
+def test_slots_are_given_back_once() -> None:
+    limiter = InflightLimiter(1)
+    slot = limiter.acquire()
+    with pytest.raises(RateLimitedError) as caught:
+        limiter.acquire()
+    assert caught.value.retry_after_ms > 0
+    slot.release()
+    slot.release()
+    assert limiter.num_inflight == 0
+    limiter.acquire().release()
