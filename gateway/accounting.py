@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from isthmus.common import metrics
-from isthmus.common.errors import CancelledError
+from isthmus.common.errors import CancelledError, IsthmusError
 from isthmus.common.logging import get_logger
 from isthmus.common.timeline import STAGES, Event, Timeline
 from isthmus.common.types import LocalPrefillReason
@@ -15,6 +15,20 @@ if TYPE_CHECKING:
 
 SLO_CLASS = "default"
 _log = get_logger("request")
+
+
+def count_refused(request_id: str, error: IsthmusError) -> None:
+    """A request that ended before it was an exchange: refused, or its client left early."""
+    outcome = _outcome_of(error)
+    metrics.REQUESTS.labels(slo_class=SLO_CLASS, outcome=outcome).inc()
+    _log.info(
+        "request ended",
+        request_id=request_id,
+        outcome=outcome,
+        stage=error.stage,
+        param=error.param,
+        error=error.message,
+    )
 
 
 class Accounting:
@@ -95,9 +109,11 @@ def num_cached_tokens(exchange: Exchange) -> int:
 
 
 def _outcome(exchange: Exchange) -> str:
-    if exchange.error is None:
-        return "ok"
-    return "cancelled" if isinstance(exchange.error, CancelledError) else exchange.error.code
+    return "ok" if exchange.error is None else _outcome_of(exchange.error)
+
+
+def _outcome_of(error: IsthmusError) -> str:
+    return "cancelled" if isinstance(error, CancelledError) else error.code
 
 
 def _whole_timeline(exchange: Exchange) -> Timeline:

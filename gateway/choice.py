@@ -205,7 +205,8 @@ class Choice:
 
     def on_failed(self, error: IsthmusError, failed_instance: str) -> None:
         if not self.is_done:
-            self._recover(error, failed_instance)
+            # Nobody named: it was the decode instance's own doing, which must not be asked again.
+            self._recover(error, failed_instance or error.instance_id or self._instance_id())
 
     # --- tokens → text --------------------------------------------------------------------------
     def _accept(self, token_id: int, logprob: TokenLogprob | None) -> None:

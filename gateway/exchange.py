@@ -34,6 +34,7 @@ class Exchange:
         self._news = asyncio.Event()
         self._changed: dict[int, Choice] = {}
         self._num_done = 0
+        self._has_begun = False
         self._accounting: Accounting | None = Accounting(self)
         self._deadline = asyncio.get_running_loop().call_later(
             max(0, plan.deadline_ns - services.clock.now_ns()) / NS_PER_S, self._expire
@@ -41,7 +42,13 @@ class Exchange:
 
     # --- driven by the HTTP side ----------------------------------------------------------------
     def start(self) -> None:
-        """Sends the first choice of every prompt; the others follow when its prompt is computed."""
+        """Sends the first choice of every prompt; the others follow when its prompt is computed.
+
+        Raises what ended the request before it began.
+        """
+        if self.error is not None:
+            raise self.error
+        self._has_begun = True
         for choice in self.choices[:: self.plan.num_choices]:
             if self.error is None:
                 choice.submit()
@@ -51,8 +58,11 @@ class Exchange:
         return self._num_done == len(self.choices)
 
     @property
-    def has_first_token(self) -> bool:
-        return any(choice.num_output_tokens for choice in self.choices)
+    def stage(self) -> str:
+        """How far the request has come, for those who ask why it ended."""
+        if any(choice.num_output_tokens for choice in self.choices):
+            return "decode"
+        return "first_token" if self._has_begun else "tokenise"
 
     async def wait(self) -> None:
         """Returns when there is something to take or all is done; raises what ended the request."""
@@ -85,14 +95,13 @@ class Exchange:
 
     def cancel(self) -> None:
         """The client went away: aborts everywhere, whatever the stage."""
-        if self.error is None and self._accounting is not None:
-            stage = "decode" if self.has_first_token else "first_token"
-            metrics.CANCELS.labels(stage=stage).inc()
-            self._end_with(CancelledError("the client went away", stage=stage))
+        if self.error is None and not self.is_done:
+            metrics.CANCELS.labels(stage=self.stage).inc()
+            self._end_with(CancelledError("the client went away", stage=self.stage))
 
     def fail(self, error: IsthmusError) -> None:
         """Ends the request from outside."""
-        if self.error is None:
+        if self.error is None and not self.is_done:
             self._end_with(error)
 
     def close(self) -> None:
@@ -131,10 +140,9 @@ class Exchange:
                 choice.submit(instance)
 
     def _expire(self) -> None:
-        stage = "decode" if self.has_first_token else "first_token"
         seconds = (self.plan.deadline_ns - self.plan.arrival_ns) / NS_PER_S
-        message = f"the request did not end within {seconds:g} s (stage: {stage})"
-        self.fail(DeadlineError(message, stage=stage))
+        message = f"the request did not end within {seconds:g} s (stage: {self.stage})"
+        self.fail(DeadlineError(message, stage=self.stage))
 
     def _end_with(self, error: IsthmusError) -> None:
         self.error = error

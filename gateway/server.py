@@ -11,6 +11,7 @@ from fastapi import FastAPI
 from isthmus.common.errors import ConfigError
 
 BACKLOG = 2048
+KEEP_ALIVE_S = 75
 
 
 def bind_socket(host: str, port: int) -> socket.socket:
@@ -41,6 +42,9 @@ class HttpServer(uvicorn.Server):
                 log_config=None,
                 access_log=False,
                 server_header=False,
+                # Longer than clients keep idle connections, so that they close and not we: a
+                # request sent into a closing connection would be lost.
+                timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=max(1, round(drain_s)),
             )
         )

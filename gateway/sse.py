@@ -59,7 +59,9 @@ class EventStreamResponse(Response):
         headers: Mapping[str, str],
         on_end: Callable[[], None],
     ) -> None:
-        super().__init__(headers={**headers, "cache-control": "no-cache"})
+        super().__init__(
+            headers={**headers, "cache-control": "no-cache", "x-accel-buffering": "no"}
+        )
         del self.headers["content-length"]
         self._exchange = exchange
         self._answer = answer

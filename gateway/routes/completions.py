@@ -10,9 +10,10 @@ import orjson
 from fastapi import APIRouter
 from isthmus.common import metrics
 from isthmus.common.clock import NS_PER_MS, NS_PER_S
-from isthmus.common.errors import CancelledError, DeadlineError
+from isthmus.common.errors import CancelledError, DeadlineError, IsthmusError
 from isthmus.common.timeline import Event, Timeline
 from isthmus.common.types import LocalPrefillReason
+from isthmus.gateway.accounting import count_refused
 from isthmus.gateway.context import admit, gateway_of, internal_id, request_id_of
 from isthmus.gateway.exchange import Exchange
 from isthmus.gateway.formats import AnswerFormat, ChatFormat, CompletionFormat
@@ -55,9 +56,10 @@ async def _create(
 ) -> Response:
     """Admission before the body, the body before the tokens, the tokens before any instance."""
     gateway = gateway_of(request)
-    identity = admit(request)
-    slot = gateway.limiter.acquire()
+    slot: Slot | None = None
     try:
+        identity = admit(request)
+        slot = gateway.limiter.acquire()
         raw = await _read(request)
         arrived_ns = gateway.clock.now_ns()
         arrival = Arrival(
@@ -68,18 +70,21 @@ async def _create(
         )
         body = parse_body(model, raw)
         plan = await planner(body, arrival)
-        exchange = Exchange(plan, gateway.services, arrival.timeline)
-        answer = form(
-            plan.request_id,
-            plan.model,
-            arrived_ns // NS_PER_S,
-            gateway.pipeline.tokenizer,
-            usage=body.wants_usage_chunk,
-        )
-        return await _answer(request, exchange, answer, slot, streams=bool(body.stream))
-    except BaseException:
-        slot.release()
+    except BaseException as error:
+        if slot is not None:
+            slot.release()
+        if isinstance(error, IsthmusError):
+            count_refused(request_id_of(request), error)
         raise
+    exchange = Exchange(plan, gateway.services, arrival.timeline)
+    answer = form(
+        plan.request_id,
+        plan.model,
+        arrived_ns // NS_PER_S,
+        gateway.pipeline.tokenizer,
+        usage=body.wants_usage_chunk,
+    )
+    return await _answer(request, exchange, answer, slot, streams=bool(body.stream))
 
 
 async def _read(request: Request) -> bytes:
@@ -101,6 +106,7 @@ async def _answer(
     is_handed_over = False
     try:
         async with cancel_when_client_leaves(request.receive, exchange):
+            await asyncio.sleep(0)  # lets the watch see a client that left during tokenisation
             exchange.start()
             await (exchange.wait() if streams else exchange.wait_all())
         headers = _headers(request, exchange)

@@ -47,6 +47,7 @@ def _begins_a_character(tail: bytes) -> bool:
 
 
 @given(st.text(max_size=40), st.data())
+@settings(deadline=None)
 def test_joined_deltas_are_the_text(text: str, data: st.DataObject) -> None:
     ids = tiny().encode(text, add_special_tokens=False)
     detokenizer = Detokenizer(tiny())
@@ -62,6 +63,7 @@ def test_joined_deltas_are_the_text(text: str, data: st.DataObject) -> None:
 
 
 @given(st.lists(st.integers(0, 268), max_size=40))
+@settings(deadline=None)
 def test_any_tokens_decode_as_a_whole_does(ids: list[int]) -> None:
     detokenizer = Detokenizer(tiny())
     joined = "".join(detokenizer.push([token]) for token in ids)
@@ -70,6 +72,7 @@ def test_any_tokens_decode_as_a_whole_does(ids: list[int]) -> None:
 
 
 @given(st.binary(max_size=12), st.text(min_size=1, max_size=12))
+@settings(deadline=None)
 def test_a_prompt_never_leaks(prompt: bytes, output: str) -> None:
     prompt_ids = [3 + byte for byte in prompt]
     detokenizer = Detokenizer(tiny(), prompt_ids)
@@ -81,7 +84,7 @@ words = st.text(alphabet="abc", min_size=1, max_size=4)
 
 
 @given(st.text(alphabet="abc", max_size=40), st.lists(words, min_size=1, max_size=4), st.data())
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 def test_stop_scanner_does_not_depend_on_the_cuts(
     text: str, stops: list[str], data: st.DataObject
 ) -> None:
