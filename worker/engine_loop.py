@@ -20,6 +20,7 @@ from isthmus.common.clock import NS_PER_MS, Clock
 from isthmus.common.logging import get_logger
 from isthmus.engine.core import EngineCore
 from isthmus.engine.types import StepOutput
+from isthmus.worker.threads import run_in_thread
 
 _IDLE_WAIT_S = 0.5
 # Work is waiting but no step can run it (every block is held, say). Something outside the engine
@@ -67,7 +68,7 @@ class EngineLoop:
         thread = self._thread
         if thread is None:
             return True
-        await asyncio.to_thread(thread.join, timeout_s)
+        await run_in_thread(lambda: thread.join(timeout_s))
         return not thread.is_alive()
 
     def _run(self) -> None:

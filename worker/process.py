@@ -14,12 +14,10 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-import threading
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import TypeVar
 
 import torch
 from isthmus.common.clock import Clock, SystemClock
@@ -44,12 +42,12 @@ from isthmus.worker.metrics import InstanceMetrics, MetricsServer
 from isthmus.worker.registration import Registration, claim_epoch
 from isthmus.worker.role import RoleWorker, WorkerArgs, WorkerRuntime
 from isthmus.worker.service import HealthReporter, Server, add_services
+from isthmus.worker.threads import run_in_thread
 
 _WATCHDOG_S = 1.0
 _SERVER_GRACE_S = 0.5
 
 log = get_logger("process")
-ResultT = TypeVar("ResultT")
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,28 +285,3 @@ def prepare_process(pool: PoolConfig) -> None:
     if pool.cpus:
         os.sched_setaffinity(0, pool.cpus)
     torch.set_num_threads(pool.engine.num_threads)
-
-
-async def run_in_thread(work: Callable[[], ResultT]) -> ResultT:
-    """Like ``asyncio.to_thread``, but on a daemon: loading a model must not delay an exit."""
-    loop = asyncio.get_running_loop()
-    result: asyncio.Future[ResultT] = loop.create_future()
-
-    def finish(value: ResultT | None, error: BaseException | None) -> None:
-        if result.done():
-            return
-        if error is not None:
-            result.set_exception(error)
-        else:
-            result.set_result(value)  # type: ignore[arg-type]
-
-    def run() -> None:
-        value, error = None, None
-        try:
-            value = work()
-        except BaseException as caught:  # noqa: BLE001 — handed to the waiter, whatever it is
-            error = caught
-        loop.call_soon_threadsafe(finish, value, error)
-
-    threading.Thread(target=run, name="start", daemon=True).start()
-    return await result

@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from isthmus.common.clock import VirtualClock
+from isthmus.common.cluster import LoadReport
+from isthmus.common.ids import InstanceId
+from isthmus.common.types import InstanceRef
+from isthmus.worker.load_reporter import LoadReporter, OutsideLoad
+
+from tests.support.engine_driver import make_prompt, make_request
+from tests.support.poll import poll_until
+from tests.support.tiny_model import make_tiny_core
+
+ME = InstanceRef(InstanceId("d"), 4, "127.0.0.1:1")
+
+
+def test_a_report_adds_what_the_engine_does_not_know() -> None:
+    core = make_tiny_core()
+    core.add(make_request("r", make_prompt(10)))
+    outside = OutsideLoad(waiting_seqs=2, waiting_tokens=30, inflight_transfer_bytes=99)
+    reporter = LoadReporter(core, ME, VirtualClock(7), lambda: outside)
+    first, second = reporter.report(), reporter.report()
+    assert (first.waiting_seqs, first.waiting_tokens) == (3, 40)
+    assert first.inflight_transfer_bytes == 99
+    assert (first.instance_id, first.epoch, first.at_ns) == ("d", 4, 7)
+    assert second.seq == first.seq + 1
+
+
+@pytest.mark.asyncio
+async def test_an_idle_instance_reports_rarely_and_a_change_at_once() -> None:
+    reporter = LoadReporter(make_tiny_core(), ME, VirtualClock(7), OutsideLoad)
+    seen: list[LoadReport] = []
+
+    async def follow() -> None:
+        async for report in reporter.follow(10):
+            seen.append(report)  # noqa: PERF401 (it never ends)
+
+    reader = asyncio.create_task(follow())
+    await poll_until(lambda: len(seen) == 1)
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    await poll_until(lambda: len(seen) == 2)
+    assert loop.time() - began > 0.5  # the heartbeat
+    began = loop.time()
+    reporter.changed()
+    await poll_until(lambda: len(seen) == 3)
+    assert loop.time() - began < 0.5
+    reader.cancel()
+    await asyncio.gather(reader, return_exceptions=True)
