@@ -96,26 +96,21 @@ def make_end(
     return ConnectorEnd(connector, num_bytes, seed)
 
 
-class ConnectorProcess:
-    def __init__(
-        self, kind: str, name: str, num_bytes: int, seed: int, block_bytes: int, tls: str = ""
-    ) -> None:
+class ChildProcess:
+    """A module that serves calls in a process of its own. Errors of a call are raised here."""
+
+    def __init__(self, module: str, tls: str = "") -> None:
+        """``tls`` becomes the child's UCX_TLS when it is not empty."""
         ours, theirs = socket.socketpair()
-        environ = {**os.environ, **({"UCX_TLS": tls} if tls else {})}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.connector_process", str(theirs.fileno())],
+            [sys.executable, "-m", module, str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
-            env=environ,
+            env={**os.environ, **({"UCX_TLS": tls} if tls else {})},
         )
         theirs.close()
         self._pipe = Connection(ours.detach())
-        self._call("make", kind, name, num_bytes, seed, block_bytes)
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def _call(self, method: str, *arguments: Any) -> Any:
+    def call(self, method: str, *arguments: Any) -> Any:
         self._pipe.send((method, arguments))
         if not self._pipe.poll(CALL_TIMEOUT_S):
             raise TimeoutError(f"{method} was not answered")
@@ -124,44 +119,23 @@ class ConnectorProcess:
             raise result
         return result
 
-    def introduce(self) -> tuple[bytes, MemoryRegion]:
-        result: tuple[bytes, MemoryRegion] = self._call("introduce")
-        return result
-
-    def add_peer(self, metadata: bytes, region: MemoryRegion) -> PeerName:
-        result: PeerName = self._call("add_peer", metadata, region)
-        return result
-
-    def remove_peer(self, peer: PeerName) -> None:
-        self._call("remove_peer", peer)
-
-    def post_write(self, peer: PeerName, ops: Sequence[CopyOp], notification: bytes) -> WriteHandle:
-        result: WriteHandle = self._call("post_write", peer, list(ops), notification)
-        return result
-
-    def poll(self, handle: WriteHandle) -> WriteState:
-        result: WriteState = self._call("poll", handle)
-        return result
-
-    def release(self, handle: WriteHandle) -> None:
-        self._call("release", handle)
-
-    def take_notifications(self) -> list[tuple[PeerName, bytes]]:
-        result: list[tuple[PeerName, bytes]] = self._call("take_notifications")
-        return result
-
-    def read(self) -> bytes:
-        result: bytes = self._call("read")
-        return result
+    @property
+    def returncode(self) -> int | None:
+        return self._process.returncode
 
     def send_signal(self, number: signal.Signals) -> None:
         self._process.send_signal(number)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
 
     def close(self) -> None:
         """Ends the process: in order when it still answers, by SIGKILL otherwise."""
         try:
             if self._process.poll() is None:
-                self._call("close")
+                self._process.send_signal(signal.SIGCONT)
+                self.call("close")
                 self._process.wait(CALL_TIMEOUT_S)
         except (OSError, EOFError, TimeoutError, subprocess.TimeoutExpired):
             pass
@@ -171,13 +145,43 @@ class ConnectorProcess:
             self._process.wait()
             self._pipe.close()
 
-    @property
-    def returncode(self) -> int | None:
-        return self._process.returncode
 
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.wait()
+class ConnectorProcess(ChildProcess):
+    def __init__(
+        self, kind: str, name: str, num_bytes: int, seed: int, block_bytes: int, tls: str = ""
+    ) -> None:
+        super().__init__("tests.support.connector_process", tls)
+        self.call("make", kind, name, num_bytes, seed, block_bytes)
+
+    def introduce(self) -> tuple[bytes, MemoryRegion]:
+        result: tuple[bytes, MemoryRegion] = self.call("introduce")
+        return result
+
+    def add_peer(self, metadata: bytes, region: MemoryRegion) -> PeerName:
+        result: PeerName = self.call("add_peer", metadata, region)
+        return result
+
+    def remove_peer(self, peer: PeerName) -> None:
+        self.call("remove_peer", peer)
+
+    def post_write(self, peer: PeerName, ops: Sequence[CopyOp], notification: bytes) -> WriteHandle:
+        result: WriteHandle = self.call("post_write", peer, list(ops), notification)
+        return result
+
+    def poll(self, handle: WriteHandle) -> WriteState:
+        result: WriteState = self.call("poll", handle)
+        return result
+
+    def release(self, handle: WriteHandle) -> None:
+        self.call("release", handle)
+
+    def take_notifications(self) -> list[tuple[PeerName, bytes]]:
+        result: list[tuple[PeerName, bytes]] = self.call("take_notifications")
+        return result
+
+    def read(self) -> bytes:
+        result: bytes = self.call("read")
+        return result
 
 
 def _serve(pipe: Connection) -> None:
