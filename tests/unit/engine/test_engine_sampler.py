@@ -82,6 +82,17 @@ def test_draws_depend_on_seed_and_index_alone() -> None:
     assert abs(many.mean() - 0.5) < 0.01
 
 
+def test_the_counter_is_the_index_of_the_output_token() -> None:
+    logits = make_logits()
+    params = SamplingParams(temperature=1.0)
+    for index in range(4):
+        expected = draw_token(logits, params, uniforms([7], [index])[0])
+        for prompt in ((1,), (1, 2, 3, 4, 5)):
+            outputs = tuple(range(index))
+            sequence = make_sequence(prompt, outputs, temperature=1.0, seed=7)
+            assert sample_one(logits, sequence) == expected
+
+
 def test_greedy_takes_the_lowest_id_among_equals() -> None:
     logits = np.zeros(VOCAB_SIZE, dtype=np.float32)
     logits[[700, 30, 31]] = 4
