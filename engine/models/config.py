@@ -9,11 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 from isthmus.common.errors import ConfigError, ModelFileError, UnknownArchitectureError
 from isthmus.engine.models.rope import RopeConfig, RopeScaling, yarn_attention_factor
+
+# Bounds that no real model meets: a damaged header must not make us allocate without end.
+Size = Annotated[int, msgspec.Meta(ge=1, le=2**31)]
+NumLayers = Annotated[int, msgspec.Meta(ge=1, le=10_000)]
+Positive = Annotated[float, msgspec.Meta(gt=0)]
 
 
 class RawRope(msgspec.Struct, frozen=True, kw_only=True):
@@ -21,14 +26,14 @@ class RawRope(msgspec.Struct, frozen=True, kw_only=True):
 
     rope_type: str | None = None
     type: str | None = None
-    rope_theta: float | None = None
+    rope_theta: Positive | None = None
     partial_rotary_factor: float = 1.0
-    factor: float | None = None
-    original_max_position_embeddings: int | None = None
-    low_freq_factor: float | None = None
-    high_freq_factor: float | None = None
-    beta_fast: float | None = None
-    beta_slow: float | None = None
+    factor: Positive | None = None
+    original_max_position_embeddings: Size | None = None
+    low_freq_factor: Positive | None = None
+    high_freq_factor: Positive | None = None
+    beta_fast: Positive | None = None
+    beta_slow: Positive | None = None
     attention_factor: float | None = None
     mscale: float | None = None
     mscale_all_dim: float | None = None
@@ -40,14 +45,14 @@ class RawConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The keys of ``config.json`` that decoder-only models use; others are ignored."""
 
     architectures: list[str]
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    max_position_embeddings: int
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
+    vocab_size: Size
+    hidden_size: Size
+    intermediate_size: Size
+    num_hidden_layers: NumLayers
+    num_attention_heads: Size
+    max_position_embeddings: Size
+    num_key_value_heads: Size | None = None
+    head_dim: Size | None = None
     hidden_act: str = "silu"
     rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = False
@@ -57,10 +62,10 @@ class RawConfig(msgspec.Struct, frozen=True, kw_only=True):
     use_sliding_window: bool = False
     max_window_layers: int = 28
     layer_types: list[str] | None = None
-    rope_theta: float | None = None
+    rope_theta: Positive | None = None
     rope_scaling: RawRope | None = None
     rope_parameters: RawRope | None = None
-    original_max_position_embeddings: int | None = None
+    original_max_position_embeddings: Size | None = None
     partial_rotary_factor: float | None = None
     eos_token_id: int | list[int] | None = None
     quantization_config: dict[str, Any] | None = None
@@ -82,8 +87,8 @@ class DecoderConfig:
     """A decoder-only transformer: pre-norm, rotary positions, grouped heads, gated feed-forward."""
 
     architecture: str
-    vocab_size: int
-    hidden_size: int
+    vocab_size: Size
+    hidden_size: Size
     ffn_size: int
     num_layers: int
     num_heads: int
@@ -117,21 +122,9 @@ class DecoderConfig:
 def parse_config(data: Mapping[str, Any], source: str) -> RawConfig:
     """``source`` names the file in messages. Raises ModelFileError."""
     try:
-        raw = msgspec.convert(data, RawConfig)
+        return msgspec.convert(data, RawConfig)
     except msgspec.ValidationError as error:
         raise ModelFileError(f"{source}: {error}", stage="load") from error
-    sizes = {
-        "vocab_size": raw.vocab_size,
-        "hidden_size": raw.hidden_size,
-        "intermediate_size": raw.intermediate_size,
-        "num_hidden_layers": raw.num_hidden_layers,
-        "num_attention_heads": raw.num_attention_heads,
-        "max_position_embeddings": raw.max_position_embeddings,
-    }
-    for name, value in sizes.items():
-        if value < 1:
-            raise ModelFileError(f"{source}: {name} is {value}", stage="load")
-    return raw
 
 
 def decoder_config(raw: RawConfig) -> DecoderConfig:
@@ -150,6 +143,9 @@ def decoder_config(raw: RawConfig) -> DecoderConfig:
     if raw.num_attention_heads % num_kv_heads:
         heads = f"{raw.num_attention_heads} query heads over {num_kv_heads} KV heads"
         raise _unsupported(heads, "a whole number of query heads to each KV head")
+    head_dim = raw.head_dim or raw.hidden_size // raw.num_attention_heads
+    if head_dim % 2:
+        raise _unsupported(f"head size {head_dim}", "even head sizes")
     return DecoderConfig(
         architecture=raw.architecture,
         vocab_size=raw.vocab_size,
@@ -158,7 +154,7 @@ def decoder_config(raw: RawConfig) -> DecoderConfig:
         num_layers=raw.num_hidden_layers,
         num_heads=raw.num_attention_heads,
         num_kv_heads=num_kv_heads,
-        head_dim=raw.head_dim or raw.hidden_size // raw.num_attention_heads,
+        head_dim=head_dim,
         norm_eps=raw.rms_norm_eps,
         rope=_rope_config(raw),
         max_model_len=raw.max_position_embeddings,

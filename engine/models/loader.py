@@ -123,11 +123,14 @@ def _checked_device(device: str) -> torch.device:
 
 
 def _check_fits(source: _Source, device: torch.device) -> None:
+    config = source.config
+    needed = source.weight_bytes + 4 * config.max_model_len * config.head_dim  # the rotary table
     available = _available_bytes(device)
-    if source.weight_bytes > available:
+    if needed > available:
         raise ModelTooLargeError(
-            f"{source.files.name} needs {source.weight_bytes / _GIB:.2f} GiB for its weights "
-            f"in {source.dtype}; {available / _GIB:.2f} GiB are available on {device}",
+            f"{source.files.name} needs {needed / _GIB:.2f} GiB for weights in {source.dtype} "
+            f"and {config.max_model_len} positions; "
+            f"{available / _GIB:.2f} GiB are available on {device}",
             stage="load",
         )
 

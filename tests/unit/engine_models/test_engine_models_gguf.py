@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from isthmus.common.config import ModelConfig
-from isthmus.common.errors import ModelFileError, UnknownArchitectureError
+from isthmus.common.errors import ModelError, ModelFileError, UnknownArchitectureError
 from isthmus.common.gguf_file import read_gguf
 from isthmus.engine.models.gguf import GgufCheckpoint
 from isthmus.engine.models.loader import load_model, load_spec
@@ -99,6 +100,20 @@ def test_cut_file_is_one_error_that_names_it(share: float, tmp_path: Path) -> No
     path.write_bytes(data[: int(len(data) * share)])
     with pytest.raises(ModelFileError, match=r"tiny\.gguf is not a readable GGUF file"):
         load_model(ModelConfig(path=str(path)), "cpu", 1)
+
+
+def test_damaged_header_is_a_model_error_or_a_model(tmp_path: Path) -> None:
+    path = save_gguf(tiny_model("llama"), tmp_path / "tiny.gguf")
+    data = path.read_bytes()
+    header_size = min(tensor.offset for tensor in read_gguf(path).tensors.values())
+    source = random.Random(13)
+    for _ in range(150):
+        damaged = bytearray(data)
+        for _ in range(source.randint(1, 3)):
+            damaged[source.randrange(header_size)] = source.randrange(256)
+        path.write_bytes(damaged)
+        with contextlib.suppress(ModelError):
+            load_spec(ModelConfig(path=str(path)))
 
 
 def test_file_of_another_kind_is_refused(tmp_path: Path) -> None:

@@ -207,7 +207,9 @@ def test_unusable_config_files(folder: Path, content: str, message: str) -> None
         ({"architectures": []}, UnknownArchitectureError, r"\(none given\).*MistralForCausalLM"),
         ({"hidden_act": "gelu"}, UnknownArchitectureError, "hidden_act 'gelu'.*supported: silu"),
         ({"num_key_value_heads": 3}, UnknownArchitectureError, "4 query heads over 3 KV heads"),
-        ({"num_hidden_layers": 0}, ModelFileError, "num_hidden_layers is 0"),
+        ({"num_hidden_layers": 0}, ModelFileError, r">= 1 - at `\$\.num_hidden_layers`"),
+        ({"num_hidden_layers": 10**9}, ModelFileError, r"<= 10000 - at `\$\.num_hidden_layers`"),
+        ({"head_dim": 15}, UnknownArchitectureError, "head size 15 is not supported"),
         ({"hidden_size": "many"}, ModelFileError, "Expected `int`, got `str`"),
     ],
 )
@@ -235,7 +237,7 @@ def test_model_too_large_says_how_much_is_needed_and_reads_nothing(
             "lm_head.weight": torch.zeros(100_000, 64),
         },
     )
-    expected = r"needs 0\.02 GiB for its weights in bfloat16; 0\.00 GiB are available on cpu"
+    expected = r"needs 0\.02 GiB for weights in bfloat16 and 64 positions; 0\.00 GiB are available"
     with pytest.raises(ModelTooLargeError, match=expected):
         load(folder, dtype="bfloat16")
 
