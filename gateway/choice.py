@@ -234,7 +234,7 @@ class Choice:
         self._delta.text += text
 
     def _finish(self, reason: FinishReason, stop_reason: str | int | None) -> None:
-        if self.state is ChoiceState.WAITING and self._delivered:
+        if self.state is ChoiceState.WAITING:
             self._first_token()
         if reason is FinishReason.LENGTH and self._held_stop_token is not None:
             self._show(self._held_stop_token)

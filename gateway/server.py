@@ -17,7 +17,10 @@ KEEP_ALIVE_S = 75
 def bind_socket(host: str, port: int) -> socket.socket:
     """Raises ConfigError with one clear sentence when the address cannot be had."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    # asyncio turns Nagle's algorithm off only where the protocol is named; accepted sockets inherit
+    # both. A token must not wait for the acknowledgement of the one before it.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))

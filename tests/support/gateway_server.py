@@ -30,6 +30,7 @@ class RunningGateway:
     gateway: Gateway
     router: Router
     tokenizer: TextTokenizer
+    server: HttpServer
 
     def openai(self, api_key: str = "none", max_retries: int = 0) -> openai.AsyncOpenAI:
         return openai.AsyncOpenAI(
@@ -66,7 +67,7 @@ async def running_gateway(
     running: RunningGateway | None = None
     try:
         await poll_until(lambda: server.started or serving.done())
-        running = RunningGateway(f"http://127.0.0.1:{port}", gateway, router, tokenizer)
+        running = RunningGateway(f"http://127.0.0.1:{port}", gateway, router, tokenizer, server)
         for fake in fakes:
             await fake.start()
             await running.join(fake)

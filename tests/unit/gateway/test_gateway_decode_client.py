@@ -1,0 +1,168 @@
+"""One stream per instance: whose fault touches whom."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+import pytest_asyncio
+from isthmus.common.clock import SystemClock
+from isthmus.common.errors import InstanceLostError, InternalError, IsthmusError
+from isthmus.common.ids import DecisionId, InstanceId, RequestId
+from isthmus.common.types import (
+    InstanceRef,
+    Request,
+    RouteAction,
+    RouteDecision,
+    SamplingParams,
+    TokenLogprob,
+)
+from isthmus.gateway.decode_client import DecodeClient, GenerationEnd
+
+from tests.support.fake_decode import FakeDecode, Script
+from tests.support.poll import poll_until
+
+
+class RecordingSink:
+    def __init__(self, fails_at_token: int | None = None) -> None:
+        self.token_ids: list[int] = []
+        self.end: GenerationEnd | None = None
+        self.error: IsthmusError | None = None
+        self.blamed = ""
+        self._fails_at_token = fails_at_token
+
+    @property
+    def is_done(self) -> bool:
+        return self.end is not None or self.error is not None
+
+    def on_started(self, num_cached_tokens: int) -> None:
+        pass
+
+    def on_tokens(
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[TokenLogprob],
+        prompt_logprobs: Sequence[TokenLogprob],
+    ) -> None:
+        self.token_ids += token_ids
+        if self._fails_at_token is not None and len(self.token_ids) > self._fails_at_token:
+            raise ValueError("a bug")
+
+    def on_finished(self, end: GenerationEnd) -> None:
+        self.end = end
+
+    def on_failed(self, error: IsthmusError, failed_instance: str) -> None:
+        self.error, self.blamed = error, failed_instance
+
+
+@pytest_asyncio.fixture
+async def fake() -> FakeDecode:
+    return await FakeDecode(script=lambda _: Script((5, 6, 7))).start()
+
+
+def request(name: str) -> Request:
+    deadline_ns = SystemClock().now_ns() + 10**10
+    return Request(RequestId(name), "tiny", (1, 2), SamplingParams(), 0, deadline_ns)
+
+
+def decision(ref: InstanceRef) -> RouteDecision:
+    return RouteDecision(DecisionId("d"), RequestId("r"), RouteAction.ADMIT, ref, None)
+
+
+@pytest.mark.asyncio
+async def test_requests_share_one_stream_and_each_gets_its_own(fake: FakeDecode) -> None:
+    client = DecodeClient(SystemClock())
+    sinks = [RecordingSink() for _ in range(20)]
+    for number, sink in enumerate(sinks):
+        client.submit(request(f"r{number}"), decision(fake.info.ref), sink)
+    await poll_until(lambda: all(sink.is_done for sink in sinks))
+    assert all(sink.token_ids == [5, 6, 7] for sink in sinks)
+    assert len(client._streams) == 1
+    assert client.num_requests() == 0
+    await client.close()
+    await fake.kill()
+
+
+@pytest.mark.asyncio
+async def test_a_fault_of_one_request_does_not_touch_the_others(fake: FakeDecode) -> None:
+    client = DecodeClient(SystemClock())
+    bad, good = RecordingSink(fails_at_token=1), RecordingSink()
+    client.submit(request("bad"), decision(fake.info.ref), bad)
+    client.submit(request("good"), decision(fake.info.ref), good)
+    await poll_until(lambda: bad.is_done and good.is_done)
+    assert isinstance(bad.error, InternalError)
+    assert good.token_ids == [5, 6, 7]
+    await client.close()
+    await fake.kill()
+
+
+@pytest.mark.asyncio
+async def test_a_broken_stream_fails_all_its_requests_at_once(fake: FakeDecode) -> None:
+    fake.script = lambda _: Script((5, 6), gate=asyncio.Event(), gate_at=1)
+    client = DecodeClient(SystemClock())
+    sinks = [RecordingSink() for _ in range(5)]
+    for number, sink in enumerate(sinks):
+        client.submit(request(f"r{number}"), decision(fake.info.ref), sink)
+    await poll_until(lambda: all(sink.token_ids for sink in sinks))
+    assert client.silent_s(fake.info.instance_id) >= 0
+    await fake.kill()
+    await poll_until(lambda: all(sink.is_done for sink in sinks))
+    assert all(isinstance(sink.error, InstanceLostError) for sink in sinks)
+    assert {sink.blamed for sink in sinks} == {"decode-0"}
+    with pytest.raises(InstanceLostError, match="out of reach"):
+        client.submit(request("late"), decision(fake.info.ref), RecordingSink())
+    await client.close()
+
+
+@pytest.mark.asyncio
+async def test_nobody_there_is_an_error_soon(free_port: int) -> None:
+    client = DecodeClient(SystemClock())
+    ref = InstanceRef(InstanceId("decode-9"), 1, f"127.0.0.1:{free_port}")
+    sink = RecordingSink()
+    client.submit(request("r"), decision(ref), sink)
+    await poll_until(lambda: sink.is_done)
+    assert isinstance(sink.error, InstanceLostError)
+    assert not client.is_live(ref.instance_id)
+    await client.close()
+
+
+@pytest.mark.asyncio
+async def test_a_newer_epoch_replaces_the_stream_and_an_older_one_is_refused(
+    fake: FakeDecode,
+) -> None:
+    fake.script = lambda _: Script((5, 6), gate=asyncio.Event(), gate_at=1)
+    client = DecodeClient(SystemClock())
+    old = fake.info.ref
+    waiting = RecordingSink()
+    client.submit(request("old"), decision(old), waiting)
+    new = InstanceRef(old.instance_id, old.epoch + 1, old.address)
+    client.follow([new])
+    await poll_until(lambda: waiting.is_done)
+    assert isinstance(waiting.error, InstanceLostError)
+    with pytest.raises(InstanceLostError, match="restarted"):
+        client.submit(request("late"), decision(old), RecordingSink())
+    await client.close()
+    await fake.kill()
+
+
+@pytest.mark.asyncio
+async def test_an_aborted_request_hears_nothing_more(fake: FakeDecode) -> None:
+    gate = asyncio.Event()
+    fake.script = lambda _: Script((5, 6), gate=gate, gate_at=1)
+    client = DecodeClient(SystemClock())
+    sink = RecordingSink()
+    client.submit(request("r"), decision(fake.info.ref), sink)
+    await poll_until(lambda: bool(sink.token_ids))
+    client.abort(fake.info.instance_id, RequestId("r"), "enough")
+    client.abort(fake.info.instance_id, RequestId("r"), "twice is once")
+    await poll_until(lambda: bool(fake.aborted))
+    gate.set()
+    other = RecordingSink()
+    client.submit(request("other"), decision(fake.info.ref), other)
+    await poll_until(lambda: other.is_done)
+    assert fake.aborted == ["r"]
+    assert sink.token_ids == [5]
+    assert not sink.is_done
+    await client.close()
+    await fake.kill()
