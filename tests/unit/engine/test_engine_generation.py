@@ -142,6 +142,16 @@ def test_prompt_logprobs_cover_the_prompt_whatever_the_chunks_and_the_cache() ->
     assert len(first_update.prompt_logprobs) == 17
 
 
+def test_prompt_logprobs_come_once_when_the_prompt_is_computed_twice() -> None:
+    core = make_tiny_core(num_blocks=17, max_num_batched_tokens=2)
+    core.add(make_request("older", make_prompt(8), max_tokens=40))
+    core.add(make_request("r", make_prompt(48, salt=1), prompt_logprobs=0))
+    driver = Driver(core)
+    outcome = driver.run()["r"]
+    assert driver.num_preempted > 0
+    assert [p.token_id for p in outcome.prompt_logprobs] == list(make_prompt(48, salt=1))[1:]
+
+
 def test_prompt_logprobs_agree_with_output_logprobs_of_the_same_tokens() -> None:
     prompt = make_prompt(10)
     generated = alone(make_request("r", prompt, logprobs=0))
