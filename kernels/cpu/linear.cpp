@@ -1,8 +1,8 @@
 // x [T, K] · weightᵀ [K, N], the weight packed as panels [⌈N/16⌉][K][16] of float32 or bf16.
 //
 // Few rows: every panel is read once, straight through, and meets all rows; memory's speed decides.
-// Many rows: a piece of a panel stays in the first cache while the rows of a block, which stay in
-// the second, pass by; the multipliers' speed decides. bf16 is widened in registers either way.
+// Many rows: a piece of a panel stays in a near cache while the rows of a block, which stay in the
+// second, pass by; the multipliers' speed decides. bf16 is widened in registers either way.
 
 #include <algorithm>
 
@@ -14,7 +14,7 @@ namespace {
 
 constexpr int64_t kFewRows = 24;
 constexpr int64_t kBlockRows = 96;
-constexpr int64_t kPanelPieceBytes = 18 * 1024;  // over half of a 32 KiB first-level cache
+constexpr int64_t kPanelPieceBytes = 36 * 1024;  // shorter pieces write and read outputs more often
 constexpr int kPrefetch = 512 / sizeof(float);
 
 template <typename W>
