@@ -7,8 +7,9 @@ the event loop. All writes go through sweeps::
               └ dropped there when its owner has ended or its deadline has passed
 
 One sweep polls what is in flight, posts what the window admits and takes notifications; it returns
-what happened to the event loop, where every decision is made. The driver owns write handles: each
-is released exactly once, in the sweep that sees it end.
+what happened to the event loop, where every decision is made. A patient sweep repeats itself on
+this thread until something happens, so waiting does not cost the event loop anything. The driver
+owns write handles: each is released exactly once, in the sweep that sees it end.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -38,6 +40,10 @@ from isthmus.kvtransfer.interface import (
 # after a deadline, so quarantine_ms must outlast it on the slowest link (64 MiB: 13 MB/s at 5 s).
 MAX_WRITE_BYTES = 16 * 2**20
 WINDOW_BYTES = 64 * 2**20
+# Between sweeps that saw nothing the pause doubles from the first to the second. Over TCP nothing
+# lands in between, so the longest one also bounds how fast a receiver can take data.
+_SHORTEST_PAUSE_S = 0.0001
+_LONGEST_PAUSE_S = 0.004
 
 T = TypeVar("T")
 
@@ -95,13 +101,18 @@ class ConnectorDriver:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         # A daemon, so that a connector that hangs cannot keep the process from exiting.
         self._thread = threading.Thread(target=self._run, name="kvtransfer", daemon=True)
-        self._thread.start()
+        self._woken = threading.Event()  # ends the patience of a sweep
         self._inbox: deque[Write] = deque()
         self._queues: dict[PeerName, deque[Write]] = {}
         self._in_flight: list[Write] = []
         self.num_open_writes = 0  # submitted and not yet reported as ended
         self.open_bytes = 0
-        self.metadata: bytes = self._call(lambda: self._register(region)).result()
+        self._thread.start()
+        try:
+            self.metadata: bytes = self._call(lambda: self._register(region)).result()
+        except BaseException:
+            self._jobs.put(None)
+            raise
 
     @property
     def connector_name(self) -> str:
@@ -112,10 +123,17 @@ class ConnectorDriver:
         self.num_open_writes += 1
         self.open_bytes += write.num_bytes
         self._inbox.append(write)
+        self.wake()
 
-    async def sweep(self) -> Sweep:
-        """Ended writes are counted off here; telling their owners is the caller's part."""
-        sweep = await asyncio.wrap_future(self._call(self._sweep))
+    def wake(self) -> None:
+        """There may be something to see: a patient sweep looks once more and returns."""
+        self._woken.set()
+
+    async def sweep(self, patience_s: float = 0.0) -> Sweep:
+        """One sweep; repeated up to ``patience_s`` long while it sees nothing and is not woken.
+
+        Ended writes are counted off here; telling their owners is the caller's part."""
+        sweep = await asyncio.wrap_future(self._call(lambda: self._sweep_patiently(patience_s)))
         for write, _, _ in sweep.ended:
             self.num_open_writes -= 1
             self.open_bytes -= write.num_bytes
@@ -164,6 +182,7 @@ class ConnectorDriver:
             except BaseException as error:  # noqa: BLE001 - handed to whoever awaits the call
                 future.set_exception(error)
 
+        self._woken.set()  # before the job is there, which begins by clearing it if it is a sweep
         self._jobs.put(job)
         return future
 
@@ -174,6 +193,18 @@ class ConnectorDriver:
     def _discard(self, future: Future[PeerName]) -> None:
         if future.done() and not future.cancelled() and future.exception() is None:
             self._connector.remove_peer(future.result())
+
+    def _sweep_patiently(self, patience_s: float) -> Sweep:
+        self._woken.clear()
+        give_up_s = time.monotonic() + patience_s
+        pause_s = _SHORTEST_PAUSE_S
+        while True:
+            sweep = self._sweep()
+            if not sweep.is_empty or not self._jobs.empty() or time.monotonic() >= give_up_s:
+                return sweep
+            if self._woken.wait(pause_s):
+                return self._sweep()
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def _sweep(self) -> Sweep:
         sweep = Sweep(self._clock.monotonic_ns())

@@ -43,9 +43,8 @@ from isthmus.kvtransfer.receive_session import Ignored, ReceiveSession
 from isthmus.kvtransfer.send_session import Route, SendSession
 from isthmus.kvtransfer.tickets import check_ticket
 
-# Between sweeps that saw nothing the pause doubles from the first to the second.
-_SHORTEST_PAUSE_S = 0.0002
-_LONGEST_PAUSE_S = 0.005
+# How long a sweep may wait for something to happen; resting sessions count time between sweeps.
+_PATIENCE_S = 0.05
 _CLOSE_TIMEOUT_S = 5.0
 
 
@@ -122,7 +121,7 @@ class TransferManager:
             f"{instance_id} is lost", stage="transfer", instance_id=instance_id
         )
         await self._peers.forget(instance_id, lost, is_gone)
-        self._kick.set()
+        self._look()
 
     def _peer_leaves(self, instance_id: InstanceId, error: IsthmusError, is_gone: bool) -> None:
         for receive in list(self._receives.values()):
@@ -210,13 +209,13 @@ class TransferManager:
     def _opened(self, side: Side, ticket: TransferTicket) -> None:
         self._opened_ns[side, ticket.transfer_id] = self._clock.monotonic_ns()
         self._arm_timer()
-        self._kick.set()
+        self._look()
 
     # --- what sessions tell (SendHost, ReceiveHost) -----------------------------------------------
 
     def submit(self, write: Write) -> None:
         self._driver.submit(write)
-        self._kick.set()
+        self._look()
 
     def ns_until(self, monotonic_ns: int) -> int:
         return monotonic_ns - self._clock.monotonic_ns()
@@ -226,7 +225,7 @@ class TransferManager:
 
     def receive_ended(self, session: ReceiveSession) -> None:
         self._session_ended("receive", session.ticket, session.state.value, session.num_bytes)
-        self._kick.set()
+        self._look()
 
     def send_quiet(self, session: SendSession) -> None:
         self._sends.pop(session.ticket.transfer_id, None)
@@ -241,7 +240,7 @@ class TransferManager:
         self._receives.pop(session.ticket.transfer_id, None)
 
     def receive_needs_poll(self) -> None:
-        self._kick.set()
+        self._look()
 
     def _session_ended(self, side: Side, ticket: TransferTicket, state: str, size: int) -> None:
         opened_ns = self._opened_ns.pop((side, ticket.transfer_id))
@@ -296,21 +295,16 @@ class TransferManager:
             self._timer = asyncio.get_running_loop().call_later(delay_s, self.expire_due)
 
     async def _poll(self) -> None:
-        pause_s = _SHORTEST_PAUSE_S
         while True:
             if not (self._driver.num_open_writes or self._receives):
                 await self._kick.wait()
             self._kick.clear()
-            sweep = await self.sweep_once()
-            pause_s = (
-                _SHORTEST_PAUSE_S if not sweep.is_empty else min(2 * pause_s, _LONGEST_PAUSE_S)
-            )
-            try:
-                async with asyncio.timeout(pause_s):
-                    await self._kick.wait()
-                pause_s = _SHORTEST_PAUSE_S
-            except TimeoutError:
-                continue
+            await self.sweep_once(_PATIENCE_S)
+
+    def _look(self) -> None:
+        """Something may have changed: the poller looks at once."""
+        self._kick.set()
+        self._driver.wake()
 
     def _poller_ended(self, poller: asyncio.Task[None]) -> None:
         """A poller ends by ``close``; ending by a bug must not leave sessions waiting for it."""
@@ -324,9 +318,9 @@ class TransferManager:
         for session in self._open_sessions():
             session.fail(error)
 
-    async def sweep_once(self) -> Sweep:
+    async def sweep_once(self, patience_s: float = 0.0) -> Sweep:
         """Drives the connector once and hands out what it brought. Runs by itself after start."""
-        sweep = await self._driver.sweep()
+        sweep = await self._driver.sweep(patience_s)
         self.num_sweeps += 1
         self.expire_due()  # first: what comes after the deadline must not count
         if sweep.error is not None:
