@@ -1,7 +1,7 @@
 """Whole workers in this process: real services and real KV bytes over a tiny model.
 
-Each worker is ``run_worker`` in a task, with its own engine thread and gRPC server; the registry and
-the local connector join them. A worker's model can be reached, to hold or fail its steps.
+Each worker is ``run_worker`` in a task, with its own engine thread and gRPC server; the registry
+and the local connector join them. A worker's model can be reached, to hold or fail its steps.
 """
 
 from __future__ import annotations

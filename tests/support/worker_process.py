@@ -1,8 +1,8 @@
 """Worker processes on loopback, started and ended one by one by their pid.
 
 They are forked from a server that has imported the workers' modules already, because importing
-torch is most of the time that a tiny worker takes to start. ``fresh=True`` starts one as an operator
-would, with an interpreter of its own.
+torch is most of the time that a tiny worker takes to start. ``fresh=True`` starts one as an
+operator would, with an interpreter of its own.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MODULES = {
     Role.DECODE: "isthmus.decode_worker.main",
     Role.MIXED: "isthmus.decode_worker.main",
 }
-START_TIMEOUT_S = 50.0
+START_TIMEOUT_S = 110.0
 ENVIRON = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "UCX_MODULES": "^ib"}
 
 

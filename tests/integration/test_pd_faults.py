@@ -1,0 +1,350 @@
+"""Whatever goes wrong between two workers: the answer is right, at worst late; nothing leaks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import pytest
+from isthmus.common.cluster import InstanceInfo, Role
+from isthmus.common.config import ClusterConfig
+from isthmus.common.rpc import create_channel
+from isthmus.protos import convert
+from isthmus.protos.v1 import prefill_pb2, prefill_pb2_grpc
+from isthmus.worker.lifecycle import ExitCode
+
+from tests.support.engine_driver import make_prompt
+from tests.support.gateway_stub import Answer, GatewayStub, make_request, wait_idle
+from tests.support.local_cluster import LocalCluster, LocalWorker, local_config
+from tests.support.poll import poll_until
+
+pytestmark = [pytest.mark.asyncio, pytest.mark.fault, pytest.mark.timeout(120)]
+
+PROMPT = make_prompt(60)  # four chunks of sixteen tokens, fifteen blocks
+
+
+@dataclass
+class Pair:
+    cluster: LocalCluster
+    prefill: LocalWorker
+    decode: LocalWorker
+    stream: GatewayStub
+
+    @property
+    def prefill_info(self) -> InstanceInfo:
+        assert self.prefill.info is not None
+        return self.prefill.info
+
+    @property
+    def decode_info(self) -> InstanceInfo:
+        assert self.decode.info is not None
+        return self.decode.info
+
+    async def submit(self, **sampling: object) -> Answer:
+        return await self.stream.submit(make_request(PROMPT, **sampling), self.prefill_info)
+
+    async def run(self, **sampling: object) -> Answer:
+        return await (await self.submit(**sampling)).end()
+
+    async def local(self, **sampling: object) -> Answer:
+        """The same prompt, all of it on the decode instance: what the answer has to be."""
+        return await self.stream.run(make_request(PROMPT, **sampling), None)
+
+    async def wait_idle(self) -> None:
+        await wait_idle(self.prefill_info, self.decode_info)
+
+
+@asynccontextmanager
+async def start_pair(config: ClusterConfig | None = None, **prefill: object) -> AsyncIterator[Pair]:
+    async with LocalCluster(config) as cluster:
+        workers = [
+            await cluster.start(Role.PREFILL, "prefill-0", **prefill),  # type: ignore[arg-type]
+            await cluster.start(Role.DECODE, "decode-0"),
+        ]
+        assert workers[1].info is not None
+        async with GatewayStub(workers[1].info) as stream:
+            yield Pair(cluster, workers[0], workers[1], stream)
+
+
+def faulty(script: str, **transfer: object) -> ClusterConfig:
+    return local_config(
+        transfer={
+            "connector": "fake",
+            "fault_script": script,
+            "quarantine_ms": 200,
+            **transfer,
+        }
+    )
+
+
+def assert_fell_back(answer: Answer, expected: Answer) -> None:
+    assert answer.failed is None, answer.failed
+    assert answer.finished is not None
+    assert answer.tokens == expected.tokens
+    assert answer.finished.local_reason == "prefill_failed"
+
+
+# --- transfers that go wrong ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("script", ["0:refuse", "2:refuse", "0:fail", "3:fail"])
+async def test_a_failed_write_costs_only_latency(script: str) -> None:
+    """After a write that failed half-way nobody can say what may still land: the blocks rest until
+    the transfer's deadline, which is short here for that reason."""
+    async with start_pair(faulty(script, deadline_ms=2_000)) as pair:
+        answer = await pair.run(max_tokens=12)
+        await pair.wait_idle()
+        assert_fell_back(answer, await pair.local(max_tokens=12))
+        good = await pair.run(max_tokens=12, seed=1)
+        assert good.finished is not None
+        assert good.finished.local_reason == "none"
+        await pair.wait_idle()
+
+
+@pytest.mark.parametrize("script", ["0+:hang", "1:hang", "3:drop"])
+async def test_a_transfer_that_stalls_ends_at_its_deadline(script: str) -> None:
+    async with start_pair(faulty(script, deadline_ms=700)) as pair:
+        answer = await pair.run(max_tokens=12)
+        assert_fell_back(answer, await pair.local(max_tokens=12))
+        # The hung write never ends: the hold ends with the send session's own rest.
+        await wait_idle(pair.decode_info)
+
+
+async def test_logprobs_of_the_first_token_are_not_repeated_on_fallback() -> None:
+    async with start_pair(faulty("3:refuse")) as pair:
+        answer = await pair.run(max_tokens=5, logprobs=2, prompt_logprobs=0)
+        expected = await pair.local(max_tokens=5, logprobs=2, prompt_logprobs=0)
+        assert_fell_back(answer, expected)
+        assert [item.token_id for item in answer.logprobs] == answer.tokens
+        assert [item.token_id for item in answer.prompt_logprobs] == list(PROMPT[1:])
+        await pair.wait_idle()
+
+
+async def test_unlike_layouts_are_refused_and_the_prompt_computed_here() -> None:
+    async with start_pair(seed=1) as pair:  # other weights: KV would mean something else
+        answer = await pair.run(max_tokens=6)
+        assert_fell_back(answer, await pair.local(max_tokens=6))
+        assert answer.finished is not None
+        assert answer.finished.transferred_bytes == 0
+        await pair.wait_idle()
+
+
+# --- cancels -------------------------------------------------------------------------------------
+
+
+async def test_cancel_while_waiting_for_blocks() -> None:
+    async with start_pair() as pair:
+        pair.prefill.model.gate.clear()
+        first = await pair.submit(max_tokens=200)
+        blocked = [
+            await pair.stream.submit(
+                make_request(make_prompt(200, salt=salt), max_tokens=4), pair.prefill_info
+            )
+            for salt in (1, 2)
+        ]
+        await poll_until(lambda: pair.prefill.model.num_held > 0)
+        for answer in (*blocked, first):
+            await pair.stream.abort(answer)
+        pair.prefill.model.gate.set()
+        await pair.wait_idle()
+        assert all(answer.finished is None for answer in (*blocked, first))
+        good = await pair.run()
+        assert good.finished is not None
+
+
+async def test_cancel_during_prefill_stops_it_at_the_next_chunk() -> None:
+    async with start_pair() as pair:
+        pair.prefill.model.gate.clear()
+        answer = await pair.submit()
+        await poll_until(lambda: pair.prefill.model.num_held == 1)
+        steps = len(pair.prefill.model.forward_sizes)
+        await pair.stream.abort(answer)
+        await wait_idle(pair.decode_info)  # nothing was on its way: the sender says so at once
+        pair.prefill.model.gate.set()
+        await pair.wait_idle()
+        assert len(pair.prefill.model.forward_sizes) == steps + 1  # the chunk under way, no other
+        assert answer.tokens == []
+
+
+async def test_cancel_after_the_first_token_while_kv_is_on_its_way() -> None:
+    async with start_pair(faulty("3:delay=400")) as pair:
+        answer = await pair.submit()
+        await asyncio.wait_for(answer.has_token.wait(), 10)
+        await pair.stream.abort(answer)
+        await pair.wait_idle()
+        assert len(answer.tokens) == 1
+
+
+async def test_cancel_while_decoding() -> None:
+    async with start_pair() as pair:
+        answer = await pair.submit(max_tokens=150)
+        await poll_until(lambda: len(answer.tokens) > 3)
+        await pair.stream.abort(answer)
+        await pair.wait_idle()
+        assert answer.finished is None
+        assert len(answer.tokens) < 150
+
+
+async def test_the_end_of_a_stream_aborts_its_requests() -> None:
+    async with start_pair() as pair:
+        async with GatewayStub(pair.decode_info) as other:
+            answers = [
+                await other.submit(make_request(make_prompt(30, salt), max_tokens=150), source)
+                for salt, source in enumerate((pair.prefill_info, None, pair.prefill_info))
+            ]
+            await poll_until(lambda: any(answer.tokens for answer in answers))
+        await pair.wait_idle()
+
+
+# --- deadlines -----------------------------------------------------------------------------------
+
+
+async def test_a_deadline_during_prefill_ends_the_request_on_both_sides() -> None:
+    async with start_pair() as pair:
+        pair.prefill.model.gate.clear()
+        request = make_request(PROMPT, timeout_ms=400)
+        answer = await pair.stream.run(request, pair.prefill_info)
+        assert answer.failed is not None
+        assert answer.failed.error.code == "deadline_exceeded"
+        assert answer.failed.error.stage == "prefilling"
+        pair.prefill.model.gate.set()
+        await pair.wait_idle()
+
+
+async def test_a_deadline_while_decoding_ends_the_request() -> None:
+    async with start_pair() as pair:
+        answer = await pair.stream.submit(
+            make_request(PROMPT, timeout_ms=1500, max_tokens=150), pair.prefill_info
+        )
+        await asyncio.wait_for(answer.has_token.wait(), 10)
+        pair.decode.model.gate.clear()
+        await answer.end()
+        assert answer.failed is not None
+        assert answer.failed.error.stage == "running"
+        pair.decode.model.gate.set()
+        await pair.wait_idle()
+
+
+# --- the prefill instance goes -------------------------------------------------------------------
+
+
+async def test_a_draining_prefill_instance_refuses_and_ends_in_order() -> None:
+    async with start_pair() as pair:
+        pair.prefill.model.gate.clear()
+        running = await pair.submit(max_tokens=6)
+        await poll_until(lambda: pair.prefill.model.num_held == 1)
+        pair.prefill.stop.drain("test", 20_000)
+        await poll_until(lambda: pair.prefill.info is not None and pair.prefill.stop.is_set)
+        refused = await pair.submit(max_tokens=6)
+        await refused.end()
+        expected = await pair.local(max_tokens=6)
+        assert_fell_back(refused, expected)
+        pair.prefill.model.gate.set()
+        await running.end()
+        assert running.tokens == expected.tokens
+        assert running.finished is not None
+        assert running.finished.local_reason == "none"
+        assert pair.prefill.task is not None
+        assert await asyncio.wait_for(pair.prefill.task, 10) is ExitCode.OK
+        await wait_idle(pair.decode_info)
+        assert await pair.cluster.find("prefill-0") is None
+
+
+async def test_a_prefill_instance_that_ends_at_once_costs_only_latency() -> None:
+    async with start_pair() as pair:
+        pair.prefill.model.gate.clear()
+        answer = await pair.submit(max_tokens=9)
+        await poll_until(lambda: pair.prefill.model.num_held == 1)
+        pair.prefill.stop.fail("test")
+        await answer.end()
+        pair.prefill.model.gate.set()
+        assert_fell_back(answer, await pair.local(max_tokens=9))
+        assert pair.prefill.task is not None
+        assert await asyncio.wait_for(pair.prefill.task, 10) is ExitCode.FAULT
+        await wait_idle(pair.decode_info)
+
+
+async def test_a_restarted_prefill_instance_is_met_again() -> None:
+    async with start_pair() as pair:
+        before = await pair.run()
+        assert before.finished is not None
+        await pair.prefill.end()
+        gone = await pair.run()
+        assert_fell_back(gone, before)
+        again = await pair.cluster.start(Role.PREFILL, "prefill-0")
+        assert again.info is not None
+        assert again.info.epoch == 2
+        fresh = make_request(make_prompt(44, salt=5))
+        answer = await pair.stream.run(fresh, again.info)
+        assert answer.finished is not None
+        assert answer.finished.local_reason == "none"
+        # A decision that was made before the restart: refused by epoch, computed here.
+        stale = await pair.stream.run(make_request(make_prompt(44, salt=6)), pair.prefill_info)
+        assert stale.finished is not None
+        assert stale.finished.local_reason == "prefill_failed"
+        await wait_idle(again.info, pair.decode_info)
+
+
+async def test_an_engine_that_fails_ends_its_process_with_a_fault() -> None:
+    async with start_pair() as pair:
+        pair.prefill.model.fail_next = 1_000
+        for _ in range(5):
+            answer = await pair.run(max_tokens=4)
+            assert answer.finished is not None
+            assert answer.finished.local_reason == "prefill_failed"
+            if pair.prefill.stop.is_set:
+                break
+        assert pair.prefill.task is not None
+        assert await asyncio.wait_for(pair.prefill.task, 10) is ExitCode.FAULT
+        await wait_idle(pair.decode_info)
+
+
+# --- input that nothing may be spent on ----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tokens", "sampling", "code"),
+    [
+        ((1, 2, 1000), {}, "invalid_request"),
+        (make_prompt(300), {}, "context_length_exceeded"),
+        ((1, 2), {"max_tokens": 0}, "invalid_request"),
+    ],
+)
+async def test_bad_input_costs_neither_blocks_nor_prefill(
+    tokens: tuple[int, ...], sampling: dict[str, object], code: str
+) -> None:
+    async with start_pair() as pair:
+        steps = len(pair.prefill.model.forward_sizes)
+        answer = await pair.stream.run(make_request(tokens, **sampling), pair.prefill_info)
+        assert answer.failed is not None
+        assert answer.failed.error.code == code
+        assert len(pair.prefill.model.forward_sizes) == steps
+        await pair.wait_idle()
+
+
+async def test_an_id_that_is_being_served_is_refused_and_the_first_goes_on() -> None:
+    async with start_pair() as pair:
+        request = make_request(PROMPT, max_tokens=40)
+        answer = await pair.stream.submit(request, pair.prefill_info)
+        async with GatewayStub(pair.decode_info) as other:
+            twin = await other.run(request, pair.prefill_info)
+        assert twin.failed is not None
+        assert twin.failed.error.code == "invalid_request"
+        await answer.end()
+        assert answer.finished is not None
+        await pair.wait_idle()
+
+
+async def test_a_transfer_that_was_ended_before_it_arrived_is_refused() -> None:
+    async with start_pair() as pair, create_channel(pair.prefill_info.address) as channel:
+        stub = prefill_pb2_grpc.PrefillServiceStub(channel)
+        reply = await stub.Abort(prefill_pb2.AbortRequest(transfer_id=b"x" * 16), timeout=5)
+        assert reply.quiesced
+        message = prefill_pb2.PrefillRequest(request=convert.request_to_pb(make_request(PROMPT)))
+        message.ticket.transfer_id = b"x" * 16
+        updates = [update async for update in stub.Prefill(message, timeout=5)]
+        assert [update.WhichOneof("update") for update in updates] == ["failed"]
+        assert updates[0].failed.error.code == "cancelled"
+        assert updates[0].failed.quiesced
