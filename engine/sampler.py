@@ -122,10 +122,10 @@ def _draws(sequences: list[Sequence]) -> dict[Sequence, float]:
 def _sample_row(logits: Logits, sequence: Sequence, draw: float) -> Sampled:
     sampling = sequence.request.sampling
     logits = _adjusted(logits, sequence)
+    if logits.max() == -np.inf:  # every token is masked
+        return _unusable(sequence)
     greedy = sampling.is_greedy
     token_id = int(logits.argmax()) if greedy else draw_token(logits, sampling, draw)
-    if logits[token_id] == -np.inf:
-        return _unusable(sequence)
     if sampling.logprobs is None:
         return SampledToken(token_id)
     return SampledToken(token_id, describe_token(logits, token_id, sampling.logprobs))
@@ -216,5 +216,5 @@ def _nucleus(weights: Logits, kept: NDArray[np.int64] | None, top_p: float) -> N
 
 def _unusable(sequence: Sequence) -> InternalError:
     return InternalError(
-        f"request {sequence.request_id}: the model's output is not a finite number", stage="sample"
+        f"request {sequence.request_id}: no token has a finite logit", stage="sample"
     )

@@ -208,6 +208,13 @@ def test_stop_tokens_are_masked_until_min_tokens() -> None:
     assert sample_one(logits, make_sequence(outputs=(8, 8), **options)) == 4
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_masking_every_token_is_an_error_not_a_token(temperature: float) -> None:
+    sequence = make_sequence(stop_token_ids=(0, 1, 2), min_tokens=1, temperature=temperature)
+    (sampled,) = sample(torch.from_numpy(make_logits(size=3)[None]), step_of(sequence))
+    assert isinstance(sampled, InternalError)
+
+
 def test_logprobs_are_of_the_penalised_distribution_before_temperature() -> None:
     logits = make_logits(3)
     sequence = make_sequence(
