@@ -12,6 +12,11 @@ from importlib.metadata import version as package_version
 from typing import Annotated, NoReturn
 
 import typer
+
+# Read by gRPC while it is loaded. Ray forks from this process to start its own, which exec at once:
+# there is nothing for gRPC to prepare, and it would say so on the terminal.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+
 from isthmus.cli.commands import chat, config, doctor, down, scale, status, up
 from isthmus.cli.options import Output
 from isthmus.cli.output import OutputFormat, print_error, print_json, stdout

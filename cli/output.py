@@ -23,7 +23,9 @@ class OutputFormat(StrEnum):
     JSON = "json"
 
 
-stdout = Console(highlight=False, soft_wrap=True)
+# A pipe has no width: tables are then as wide as they need to be.
+_WIDTH = None if sys.stdout.isatty() else 240
+stdout = Console(highlight=False, soft_wrap=True, width=_WIDTH)
 stderr = Console(stderr=True, highlight=False, soft_wrap=True)
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Coroutine
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from typing import Any
 
 import httpx
@@ -289,19 +289,25 @@ class Cluster:
         )
 
     async def _stop(self) -> None:
+        """Gateway first, so that its streams can end; each step is taken whatever the others do."""
         self._stop_asked.set()
-        if self._gateway is not None:
-            await self._gateway.stop(self._config.lifecycle.drain_ms / 1000 + _GATEWAY_GRACE_S)
-        if self._reconciler is not None:
-            await self._reconciler.stop_all()
-        await self._actuator.close()
-        await self._gateway_actuator.close()
-        await stop_server(self._server, _SERVER_GRACE_S)
-        await self._registry.stop()
+        async with AsyncExitStack() as last_to_first:
+            last_to_first.callback(remove_state, state_folder(self._config), self.name, os.getpid())
+            last_to_first.push_async_callback(self._cancel_tasks)
+            last_to_first.push_async_callback(self._registry.stop)
+            last_to_first.push_async_callback(stop_server, self._server, _SERVER_GRACE_S)
+            last_to_first.push_async_callback(self._gateway_actuator.close)
+            last_to_first.push_async_callback(self._actuator.close)
+            if self._reconciler is not None:
+                last_to_first.push_async_callback(self._reconciler.stop_all)
+            if self._gateway is not None:
+                drain_s = self._config.lifecycle.drain_ms / 1000 + _GATEWAY_GRACE_S
+                last_to_first.push_async_callback(self._gateway.stop, drain_s)
+
+    async def _cancel_tasks(self) -> None:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        remove_state(state_folder(self._config), self.name, os.getpid())
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, None]) -> bool:
         """Whether ``work`` came to its end before ``request_stop``; its errors pass through."""

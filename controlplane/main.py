@@ -24,6 +24,7 @@ from isthmus.common.logging import configure_logging, get_logger
 from isthmus.controlplane import preflight
 from isthmus.controlplane.actuators.base import Actuator, pool_of
 from isthmus.controlplane.actuators.process import ProcessActuator
+from isthmus.controlplane.actuators.ray_environment import prepare_environment
 from isthmus.controlplane.cluster import Cluster
 from isthmus.controlplane.placement import desired_replicas
 from isthmus.controlplane.progress import Progress, ReadyCluster, Report, Stage
@@ -91,6 +92,7 @@ def _wants_ray(config: ClusterConfig) -> bool:
 
 
 def _ray_actuator(config: ClusterConfig, log_dir: Path, clock: Clock) -> Actuator:
+    prepare_environment(config.lifecycle.ray_address)
     # Imported here: Ray and torch are not needed to run plain processes.
     from isthmus.controlplane.actuators.ray import RayActuator
 

@@ -12,6 +12,7 @@ import importlib
 import os
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import ray
@@ -76,7 +77,7 @@ class WorkerActor:
         asyncio.set_event_loop(self._loop)
         code = ExitCode.FAULT
         try:
-            code = self._loop.run_until_complete(self._run())
+            code = self._loop.run_until_complete(_run(self._args, self._remember))
         finally:
             if code is ExitCode.FAULT:
                 sys.stderr.flush()
@@ -84,13 +85,19 @@ class WorkerActor:
             self._exit_code = code
             self._has_ended.set()
 
-    async def _run(self) -> ExitCode:
-        args = self._args
-        configure_logging(args.config.logging, role=args.role.value, instance=args.instance_id)
-        prepare_process(pool_of(args))
-        build_role = importlib.import_module(ROLE_MODULES[args.role]).build_role
-        self._stop = StopRequest()
-        return await run_worker(args, build_role, self._stop)
+    def _remember(self, stop: StopRequest) -> None:
+        self._stop = stop
+
+
+# Not a method: a class with a coroutine method is an asyncio actor to Ray, which runs all methods
+# of such a class on one loop, and run() would keep stop() from ever being heard.
+async def _run(args: WorkerArgs, remember: Callable[[StopRequest], None]) -> ExitCode:
+    configure_logging(args.config.logging, role=args.role.value, instance=args.instance_id)
+    prepare_process(pool_of(args))
+    build_role = importlib.import_module(ROLE_MODULES[args.role]).build_role
+    stop = StopRequest()
+    remember(stop)
+    return await run_worker(args, build_role, stop)
 
 
 def remote_worker_class() -> ray.actor.ActorClass:

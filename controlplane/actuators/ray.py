@@ -14,6 +14,7 @@ kernel ends Ray's processes together with the thread that started them.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import secrets
 import shutil
@@ -45,6 +46,7 @@ PLACEMENT_TIMEOUT_S = 20.0
 FAULT_WINDOW_S = 60.0
 MAX_FAULTS_IN_WINDOW = 3
 _GONE_TIMEOUT_S = 5.0
+_RESTART_PERIOD_S = 0.25  # Ray has no event for "restarted"
 
 
 def instance_resources(spec: ProcessSpec) -> dict[str, float]:
@@ -53,17 +55,6 @@ def instance_resources(spec: ProcessSpec) -> dict[str, float]:
     if spec.pool.engine.device.startswith("cuda"):
         resources["GPU"] = 1.0
     return resources
-
-
-def private_environment() -> dict[str, str]:
-    """Environment of a private Ray. Its processes inherit it, so all of them agree."""
-    return {
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN": secrets.token_hex(32),
-        # Ray's name for "only this machine": it then listens on the loopback interface alone.
-        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-    }
 
 
 class RayActuator:
@@ -151,6 +142,8 @@ class RayActuator:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     def _connect(self) -> None:
+        # It warns that it is not in the main thread, where this process has handlers of its own.
+        logging.getLogger("ray").setLevel(logging.ERROR)
         options: dict[str, Any] = {
             "namespace": f"isthmus-{self._cluster}",
             "log_to_driver": False,
@@ -160,7 +153,6 @@ class RayActuator:
         if self._address:
             ray.init(address=self._address, **options)
             return
-        os.environ.update(process_environment(1) | private_environment())
         # Not in the state folder: Ray's socket names must stay within 107 characters.
         self._temp_dir = Path(tempfile.mkdtemp(prefix="isthmus-ray-"))
         ray.init(
@@ -226,7 +218,12 @@ class RayHandle:
         return not self._followed.done()
 
     async def wait(self) -> Exit:
-        return await asyncio.shield(self._followed)
+        try:
+            return await asyncio.shield(self._followed)
+        except asyncio.CancelledError:
+            if self._followed.cancelled():  # by release, not this waiter
+                return Exit("ended by force")
+            raise
 
     async def stop(self, timeout_s: float) -> None:
         self._is_stopping = True
@@ -280,11 +277,19 @@ class RayHandle:
     async def _run_to_end(self) -> int | None:
         """The worker's exit code, or None when its process ended without giving one."""
         try:
-            health: ActorHealth = await _result(self._actor.health.remote())
-            self.pid = health.pid
+            self.pid = (await self._health()).pid
             return int(await _result(self._actor.run.remote()))
         except ray.exceptions.RayError:
             return None
+
+    async def _health(self) -> ActorHealth:
+        """The first sign of life of the actor's present process; Ray may be starting it still."""
+        while True:
+            try:
+                health: ActorHealth = await _result(self._actor.health.remote())
+                return health
+            except ray.exceptions.ActorUnavailableError:
+                await asyncio.sleep(_RESTART_PERIOD_S)
 
     def _may_restart(self) -> bool:
         now_ns = self._actuator.clock.monotonic_ns()

@@ -98,9 +98,9 @@ install_run() {
 
 link_typepath() { # tools that want an import path see the folders under one namespace
     mkdir -p typepath/isthmus
-    for init in */__init__.py; do
-        package=${init%/__init__.py}
-        [ "$package" = tests ] || ln -sfn "../../$package" "typepath/isthmus/$package"
+    for marker in */py.typed; do
+        package=${marker%/py.typed}
+        ln -sfn "../../$package" "typepath/isthmus/$package"
     done
 }
 
