@@ -1,19 +1,14 @@
-"""Chooses the implementation of the kernels for a device.
-
-``select`` returns a set of kernels for a caller that holds on to one; the functions of this module
-are the same ops on the default set of their tensors' device, with one thread.
-"""
+"""Chooses the implementation of the kernels for a device; the caller holds on to what it gets."""
 
 from __future__ import annotations
 
 import functools
 from typing import Literal
 
-import torch
 from isthmus.common.logging import get_logger
 from isthmus.kernels import reference
 from isthmus.kernels.cpu import BuildError, CpuKernels
-from isthmus.kernels.types import Kernels, PackedLinear
+from isthmus.kernels.types import Kernels
 
 Implementation = Literal["auto", "cpu", "reference"]
 
@@ -41,62 +36,5 @@ def select(
 
 
 def describe(device: str = "cpu") -> str:
+    """One line for an operator: what ``select`` chooses for the device."""
     return select(device).describe()
-
-
-def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedLinear:
-    return _of(weight).pack_linear(weight, bias)
-
-
-def linear(x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
-    return _of(x).linear(x, packed)
-
-
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    return _of(x).rms_norm(x, weight, eps)
-
-
-def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return _of(x).add_rms_norm(x, residual, weight, eps)
-
-
-def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    return _of(gate_up).silu_mul(gate_up)
-
-
-def rope_and_cache(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cos_sin: torch.Tensor,
-    positions: torch.Tensor,
-    kv: torch.Tensor,
-    layer: int,
-    slot_mapping: torch.Tensor,
-) -> None:
-    _of(q).rope_and_cache(q, k, v, cos_sin, positions, kv, layer, slot_mapping)
-
-
-def paged_attention(
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    layer: int,
-    query_start: torch.Tensor,
-    seq_lens: torch.Tensor,
-    block_table: torch.Tensor,
-    scale: float,
-    sliding_window: int | None = None,
-) -> torch.Tensor:
-    return _of(q).paged_attention(
-        q, kv, layer, query_start, seq_lens, block_table, scale, sliding_window
-    )
-
-
-def argmax(logits: torch.Tensor) -> torch.Tensor:
-    return _of(logits).argmax(logits)
-
-
-def _of(tensor: torch.Tensor) -> Kernels:
-    return select(tensor.device.type)

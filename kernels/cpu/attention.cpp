@@ -20,6 +20,7 @@ namespace {
 
 constexpr int64_t kTileKeys = 64;
 constexpr int64_t kBlockRows = 96;
+constexpr int64_t kStep = 2 * kPanel;  // columns of a product at a time
 constexpr float kNothingSeen = -1e30f;  // finite, so that −∞ − kNothingSeen is no NaN
 
 struct Shape {
@@ -55,7 +56,7 @@ struct Scratch {
     outputs.assign(rows * shape.padded_dim(), 0.0f);
     highest.assign(rows, kNothingSeen);
     total.assign(rows, 0.0f);
-    key_panels.resize(2 * kPanel * shape.head_dim);
+    key_panels.resize(kStep * shape.head_dim);
     value_panels.resize(kTileKeys * shape.padded_dim());
   }
 };
@@ -225,27 +226,40 @@ struct Attention {
   // a little at a time: a burst would fill the queue of outstanding reads and stall.
   void attend(const QueryBlock& block, const KeyTile<T>& here, const KeyTile<T>& next,
               int64_t tile, Scratch& scratch) const {
-    static const float zero_row[kTileKeys] = {};
-    constexpr int64_t kStep = 2 * kPanel;
-    int64_t rows = block.count * shape.group(), dim = shape.head_dim, padded = shape.padded_dim();
+    int64_t rows = block.count * shape.group(), padded = shape.padded_dim();
     int64_t width = (here.count + kPanel - 1) / kPanel * kPanel;
-    for (int64_t first = 0; first < width; first += kStep) {
-      int64_t step = std::min(kStep, width - first);
-      float* panels = scratch.key_panels.data();
-      for (int64_t i = 0; i < step; i += kPanel)
-        keys_to_panel(here.keys + first + i, dim, panels + i * dim);
-      prefetch(next.keys, first, first + step);
-      multiply<0, float>(rows, {scratch.queries.data(), dim}, {panels, kPanel * dim},
-                         step / kPanel, dim, {zero_row, 0},
-                         {scratch.scores.data() + first, kTileKeys});
-    }
+    score(rows, here, next, width, scratch);
     for (int64_t row = 0; row < rows; row++) {
       float* scores = scratch.scores.data() + row * kTileKeys;
       hide_unseen(scores, width, block.position + row / shape.group() - tile);
       softmax_row(scores, width, scratch.highest[row], scratch.total[row],
                   scratch.outputs.data() + row * padded, padded);
     }
-    values_to_panels(here.values, here.count, dim, scratch.value_panels.data());
+    add_values(rows, here, next, scratch);
+  }
+
+  // scores [rows][width] = queries · keysᵀ
+  void score(int64_t rows, const KeyTile<T>& here, const KeyTile<T>& next, int64_t width,
+             Scratch& scratch) const {
+    static const float zeros_row[kTileKeys] = {};
+    int64_t dim = shape.head_dim;
+    float* panels = scratch.key_panels.data();
+    for (int64_t first = 0; first < width; first += kStep) {
+      int64_t step = std::min(kStep, width - first);
+      for (int64_t i = 0; i < step; i += kPanel)
+        keys_to_panel(here.keys + first + i, dim, panels + i * dim);
+      prefetch(next.keys, first, first + step);
+      multiply<0, float>(rows, {scratch.queries.data(), dim}, {panels, kPanel * dim},
+                         step / kPanel, dim, {zeros_row, 0},
+                         {scratch.scores.data() + first, kTileKeys});
+    }
+  }
+
+  // outputs [rows][D] += weights · values
+  void add_values(int64_t rows, const KeyTile<T>& here, const KeyTile<T>& next,
+                  Scratch& scratch) const {
+    int64_t padded = shape.padded_dim();
+    values_to_panels(here.values, here.count, shape.head_dim, scratch.value_panels.data());
     for (int64_t first = 0; first < padded; first += kStep) {
       int64_t step = std::min(kStep, padded - first);
       prefetch(next.values, kTileKeys * first / padded, kTileKeys * (first + step) / padded);

@@ -134,6 +134,7 @@ void isthmus_rope_and_cache(const IsthmusRopeCall* call) {
 }
 
 void isthmus_argmax(const float* x, int64_t num_rows, int64_t width, int64_t* out) {
-  for (int64_t row = 0; row < num_rows; row++) out[row] = isthmus::argmax_row(x + row * width, width);
+  for (int64_t row = 0; row < num_rows; row++)
+    out[row] = isthmus::argmax_row(x + row * width, width);
 }
 }
