@@ -2,8 +2,9 @@
 
 One token budget a step, in this order:
 
-1. running sequences with one token left (decodes), oldest first: the batch never exceeds the
-   budget, so every decode gets its token in every step, whatever prompts are waiting;
+1. running sequences with one token left (decodes), oldest first. A newcomer enters only when all
+   who run have got a token, so the batch never outgrows the budget and every decode gets its token
+   in every step, whatever prompts are waiting;
 2. running sequences with more (chunks of prompts), oldest first, as far as the budget goes;
 3. newcomers, first come first served: waiting ones, and ones whose KV a peer has computed, which
    own blocks and lack only a place in the batch. A waiting one that does not fit stops the line
@@ -41,7 +42,7 @@ class Scheduler:
     def __init__(self, kv: KvCacheManager, max_num_batched_tokens: int, max_num_seqs: int) -> None:
         self._kv = kv
         self._token_budget = max_num_batched_tokens
-        self._max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
+        self._max_num_seqs = max_num_seqs
         self._running: list[Sequence] = []
         self._with_kv: deque[Sequence] = deque()
         self._waiting: deque[Sequence] = deque()
