@@ -15,9 +15,7 @@ from dataclasses import replace
 
 from isthmus.common.errors import (
     AuthenticationError,
-    CancelledError,
     ContextLengthError,
-    DeadlineError,
     IsthmusError,
     ModelNotFoundError,
     UnsupportedParameterError,
@@ -34,14 +32,13 @@ _FINAL = (
 )
 
 
-def can_fall_back(error: IsthmusError, request: Request, now_ns: int) -> bool:
-    """True when computing the prompt here may still serve the request."""
-    if isinstance(error, _FINAL):
-        return False
-    # The deadline of a transfer is not the request's own, and neither is the end of a session.
-    if isinstance(error, DeadlineError | CancelledError):
-        return now_ns < request.deadline_ns
-    return True
+def can_fall_back(error: IsthmusError) -> bool:
+    """True when computing the prompt here may still serve the request.
+
+    A CancelledError or DeadlineError is about the transfer: the request's own end and deadline
+    never come this way.
+    """
+    return not isinstance(error, _FINAL)
 
 
 def resumed(request: Request, delivered: tuple[int, ...]) -> Request:

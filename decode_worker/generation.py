@@ -109,12 +109,7 @@ class Generation:
             async with asyncio.timeout(self._seconds_left()):
                 await self._serve()
         except TimeoutError:
-            self.fail(
-                DeadlineError(
-                    f"the deadline passed while the request was {self.state.value}",
-                    stage=self.state.value,
-                )
-            )
+            self.fail(self._deadline_error())
         except IsthmusError as error:
             self.fail(error)
         except asyncio.CancelledError:
@@ -194,9 +189,9 @@ class Generation:
 
     async def _fall_back(self, source: InstanceRef, error: IsthmusError) -> None:
         """Computes the prompt here, or what is left of it after the first token."""
-        if self.state is GenerationState.QUEUED or not can_fall_back(
-            error, self.request, self._now()
-        ):
+        if self._now() >= self.request.deadline_ns:
+            raise self._deadline_error() from error
+        if self.state is GenerationState.QUEUED or not can_fall_back(error):
             raise error
         log.warning(
             "prefill failed, computing the prompt here",
@@ -295,6 +290,12 @@ class Generation:
         )
         self._move(GenerationState.FAILED)
         self._outbox.put(Failed(self.request.request_id, error, error.instance_id))
+
+    def _deadline_error(self) -> DeadlineError:
+        return DeadlineError(
+            f"the deadline passed while the request was {self.state.value}",
+            stage=self.state.value,
+        )
 
     def _move(self, state: GenerationState) -> None:
         self.state = GENERATION_TRANSITIONS.check(self.state, state)

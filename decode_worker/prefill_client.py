@@ -41,6 +41,7 @@ from isthmus.protos.v1 import (
 _ABORT_TIMEOUT_S = 10.0
 _PROBE_TIMEOUT_S = 1.0
 _OLD_CHANNEL_GRACE_S = 5.0
+_STREAM_GRACE_S = 5.0
 
 log = get_logger("prefill_client")
 
@@ -49,7 +50,6 @@ log = get_logger("prefill_client")
 class _Peer:
     ref: InstanceRef
     channel: grpc.aio.Channel
-    handshake: asyncio.Lock
 
 
 class PrefillClient:
@@ -59,9 +59,10 @@ class PrefillClient:
         self._transfers = transfers
         self._handshake_timeout_s = handshake_timeout_ms / 1000
         self._peers: dict[InstanceId, _Peer] = {}
+        self._handshakes: dict[InstanceRef, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def _peer(self, ref: InstanceRef) -> _Peer:
+    def _channel(self, ref: InstanceRef) -> grpc.aio.Channel:
         """Raises StaleEpochError for an epoch that is over."""
         if self._is_outdated(ref):
             raise StaleEpochError(
@@ -73,9 +74,8 @@ class PrefillClient:
         if peer is None or peer.ref != ref:
             if peer is not None:
                 self._close_later(peer)
-            peer = _Peer(ref, create_channel(ref.address), asyncio.Lock())
-            self._peers[ref.instance_id] = peer
-        return peer
+            peer = self._peers[ref.instance_id] = _Peer(ref, create_channel(ref.address))
+        return peer.channel
 
     def _is_outdated(self, ref: InstanceRef) -> bool:
         """True when a newer epoch of the instance is known: that process has been replaced."""
@@ -93,38 +93,51 @@ class PrefillClient:
 
     async def ensure_handshake(self, ref: InstanceRef) -> None:
         """Returns when this very epoch is known to the transfers. Raises HandshakeError,
-        LayoutMismatchError, StaleEpochError or InstanceLostError."""
+        LayoutMismatchError, StaleEpochError or InstanceLostError, the same to all who wait."""
         if self._transfers.knows(ref):
             return
-        peer = self._peer(ref)
-        async with peer.handshake:
-            if self._transfers.knows(ref):
-                return
-            stub = transfer_pb2_grpc.TransferServiceStub(peer.channel)
-            offer = offer_to_pb(self._transfers.offer())
-            try:
-                async with asyncio.timeout(self._handshake_timeout_s):
-                    answer = await stub.Handshake(transfer_pb2.HandshakeRequest(offer=offer))
-                    await self._transfers.complete(offer_from_pb(answer.offer))
-            except grpc.aio.AioRpcError as error:
-                raise error_from_rpc(error, peer=ref.instance_id, stage="handshake") from error
-            except TimeoutError as error:
-                raise HandshakeError(
-                    f"{ref.instance_id} did not answer within {self._handshake_timeout_s} s",
-                    stage="handshake",
-                    instance_id=ref.instance_id,
-                ) from error
-            log.info("handshake", peer=ref.instance_id, epoch=ref.epoch)
+        handshake = self._handshakes.get(ref)
+        if handshake is None:
+            # A task of its own: whoever began it may be cancelled while others wait for it.
+            handshake = asyncio.create_task(
+                self._shake_hands(ref), name=f"handshake {ref.instance_id}"
+            )
+            self._handshakes[ref] = handshake
+            handshake.add_done_callback(lambda ended: self._handshake_ended(ref, ended))
+        await asyncio.shield(handshake)
+
+    def _handshake_ended(self, ref: InstanceRef, handshake: asyncio.Task[None]) -> None:
+        del self._handshakes[ref]
+        if not handshake.cancelled() and (error := handshake.exception()) is not None:
+            log.warning("handshake failed", peer=ref.instance_id, problem=str(error))
+
+    async def _shake_hands(self, ref: InstanceRef) -> None:
+        stub = transfer_pb2_grpc.TransferServiceStub(self._channel(ref))
+        offer = offer_to_pb(self._transfers.offer())
+        try:
+            async with asyncio.timeout(self._handshake_timeout_s):
+                answer = await stub.Handshake(transfer_pb2.HandshakeRequest(offer=offer))
+                await self._transfers.complete(offer_from_pb(answer.offer))
+        except grpc.aio.AioRpcError as error:
+            raise error_from_rpc(error, peer=ref.instance_id, stage="handshake") from error
+        except TimeoutError as error:
+            raise HandshakeError(
+                f"{ref.instance_id} did not answer within {self._handshake_timeout_s} s",
+                stage="handshake",
+                instance_id=ref.instance_id,
+            ) from error
+        log.info("handshake", peer=ref.instance_id, epoch=ref.epoch)
 
     async def prefill(
         self, ref: InstanceRef, request: Request, ticket: TransferTicket
     ) -> AsyncGenerator[PrefillUpdate, None]:
         """The updates of one call. Raises InstanceLostError when the stream breaks, and what the
         instance says. Closing the iterator cancels the call."""
-        stub = prefill_pb2_grpc.PrefillServiceStub(self._peer(ref).channel)
+        stub = prefill_pb2_grpc.PrefillServiceStub(self._channel(ref))
         call = stub.Prefill(
             prefill_pb2.PrefillRequest(request=request_to_pb(request), ticket=ticket_to_pb(ticket)),
-            timeout=ms_left(ticket.deadline_ns) / 1000,
+            # The session ends at the ticket's deadline; this only bounds a stream that outlives it.
+            timeout=ms_left(ticket.deadline_ns) / 1000 + _STREAM_GRACE_S,
         )
         try:
             async for message in call:
@@ -138,7 +151,7 @@ class PrefillClient:
         """Ends a transfer at its sender. True: it says that nothing of it can land any more."""
         if self._is_outdated(ref):
             return False
-        stub = prefill_pb2_grpc.PrefillServiceStub(self._peer(ref).channel)
+        stub = prefill_pb2_grpc.PrefillServiceStub(self._channel(ref))
         message = prefill_pb2.AbortRequest(transfer_id=transfer_id, reason="decode ended it")
         try:
             reply = await stub.Abort(message, timeout=_ABORT_TIMEOUT_S)
@@ -161,7 +174,7 @@ class PrefillClient:
             return True
         except (OSError, TimeoutError):
             return False
-        stub = instance_pb2_grpc.InstanceServiceStub(self._peer(ref).channel)
+        stub = instance_pb2_grpc.InstanceServiceStub(self._channel(ref))
         try:
             reply = await stub.GetInfo(instance_pb2.GetInfoRequest(), timeout=_PROBE_TIMEOUT_S)
         except grpc.aio.AioRpcError:
@@ -170,9 +183,10 @@ class PrefillClient:
         return (info.instance_id, info.epoch) != (ref.instance_id, ref.epoch)
 
     async def close(self) -> None:
-        for task in list(self._tasks):
+        tasks = [*self._tasks, *self._handshakes.values()]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         for peer in self._peers.values():
             await peer.channel.close()
         self._peers.clear()

@@ -23,9 +23,6 @@ from isthmus.engine.types import StepOutput
 from isthmus.worker.threads import run_in_thread
 
 _IDLE_WAIT_S = 0.5
-# Work is waiting but no step can run it (every block is held, say). Something outside the engine
-# has to change, so looking again every few milliseconds is soon enough.
-_BLOCKED_WAIT_S = 0.005
 _STALL_FLOOR_MS = 10_000.0
 _STALL_STEPS = 20.0
 _HANG_FACTOR = 6.0
@@ -79,8 +76,8 @@ class EngineLoop:
                 self._note_progress(output)
                 if output is not None:
                     self._post(self._on_step, output)
-                elif self._engine.wait_for_work(_IDLE_WAIT_S):
-                    self._pause_if_blocked()
+                else:
+                    self._engine.wait_for_work(_IDLE_WAIT_S)
         except BaseException as error:
             log.critical("engine step failed", exc_info=error)
             self._post(self._on_fatal, error)
@@ -92,10 +89,6 @@ class EngineLoop:
             self._longest_step_ms = max(self._longest_step_ms, (now_ns - began_ns) / NS_PER_MS)
             self._progress_ns = now_ns
         self._step_began_ns = None
-
-    def _pause_if_blocked(self) -> None:
-        if self._engine.load().running_seqs == 0:
-            self._is_stopping.wait(_BLOCKED_WAIT_S)
 
     def _post(self, callback: Callable[..., None], argument: object) -> None:
         loop = self._loop

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import signal
 import urllib.request
 from collections.abc import AsyncIterator
@@ -12,6 +11,9 @@ from pathlib import Path
 import pytest
 from isthmus.common.cluster import InstanceInfo, InstanceState, Role
 from isthmus.common.config import ClusterConfig
+from isthmus.common.rpc import create_channel
+from isthmus.protos.v1 import instance_pb2, instance_pb2_grpc
+from isthmus.worker.threads import run_in_thread
 
 from tests.support.engine_driver import make_prompt
 from tests.support.gateway_stub import Answer, GatewayStub, make_request, wait_idle
@@ -90,9 +92,6 @@ async def start_pair(model_path: Path, folder: Path) -> AsyncIterator[Pair]:
 
 async def wait_half_done(answer: Answer, prefill: InstanceInfo) -> None:
     """Until the prefill instance has begun with the prompt."""
-    from isthmus.common.rpc import create_channel
-    from isthmus.protos.v1 import instance_pb2, instance_pb2_grpc
-
     async with create_channel(prefill.address) as channel:
         stub = instance_pb2_grpc.InstanceServiceStub(channel)
         async for message in stub.WatchLoad(instance_pb2.WatchLoadRequest(interval_ms=10)):
@@ -128,7 +127,7 @@ async def check_metrics(pair: Pair) -> None:
             return str(reply.read().decode())
 
     for info, side in ((pair.prefill_info, "send"), (pair.decode_info, "receive")):
-        text = await asyncio.to_thread(read, info.metrics_address)
+        text = await run_in_thread(lambda info=info: read(info.metrics_address))
         own = [line for line in text.splitlines() if line.startswith("isthmus_")]
         label = f'role="{info.role.value}"'
         assert own

@@ -34,7 +34,7 @@ MODULES = {
     Role.DECODE: "isthmus.decode_worker.main",
     Role.MIXED: "isthmus.decode_worker.main",
 }
-START_TIMEOUT_S = 110.0
+START_TIMEOUT_S = 100.0
 ENVIRON = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "UCX_MODULES": "^ib"}
 
 
