@@ -93,6 +93,7 @@ class Pipeline:
     async def plan_chat(self, body: ChatBody, arrival: Arrival) -> GenerationPlan:
         """Raises InvalidRequestError and its kin; nothing has been sent anywhere yet."""
         self.check_model(body.model)
+        self._router.require_decode()
         salt = arrival.identity.cache_salt(body.cache_salt)
 
         def work() -> tuple[PreparedPrompt, ...]:
@@ -109,6 +110,7 @@ class Pipeline:
     async def plan_completion(self, body: CompletionBody, arrival: Arrival) -> GenerationPlan:
         """Raises InvalidRequestError and its kin; nothing has been sent anywhere yet."""
         self.check_model(body.model)
+        self._router.require_decode()
         salt = arrival.identity.cache_salt(body.cache_salt)
         if len(body.prompt) * (body.n or 1) > MAX_SEQUENCES:
             message = f"prompts × n may be at most {MAX_SEQUENCES}"
@@ -173,13 +175,15 @@ class Pipeline:
 
     def _output_limit(self, num_prompt: int, asked: int | None, default: int) -> int:
         limit = self._router.max_model_len()
-        if limit is None:  # no instance is known: the router will say so
+        if limit is None:  # the last instance has just gone: the router will say so
             return asked or default or LEGACY_MAX_TOKENS
         room = limit - num_prompt
         if room < 1 or (asked is not None and asked > room):
             wanted = "" if asked is None else f" and {asked} for the completion were requested"
             message = f"the model's context is {limit} tokens; the prompt has {num_prompt}{wanted}"
-            raise ContextLengthError(message, param="messages", stage="validate")
+            raise ContextLengthError(
+                message, param="max_tokens" if asked else None, stage="validate"
+            )
         return asked or min(default or room, room)
 
     def _plan(

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from isthmus.common.cluster import InstanceInfo, InstanceState, Role
-from isthmus.common.errors import InstanceLostError, IsthmusError, TransferError
+from isthmus.common.errors import InstanceLostError, IsthmusError, NoInstanceError, TransferError
 from isthmus.common.hashing import block_hashes, root_hash
 from isthmus.common.ids import BlockHash, InstanceId, RequestId
 from isthmus.common.types import InstanceRef, LocalPrefillReason, RouteDecision
@@ -18,6 +18,7 @@ from isthmus.gateway.plan import GenerationPlan, PreparedPrompt
 from isthmus.router.router import Router
 from isthmus.router.types import Outcome, RouteQuery
 
+RETRY_AFTER_MS = 1_000
 _SERVING = (InstanceState.READY, InstanceState.DRAINING)
 
 
@@ -98,6 +99,12 @@ class RouterClient:
             for info in self.instances()
             if info.role in (Role.DECODE, Role.MIXED) and info.state in _SERVING
         ]
+
+    def require_decode(self) -> None:
+        """Raises NoInstanceError when nobody could serve, before any work is done for a request."""
+        if not any(info.role is not Role.PREFILL for info in self.instances()):
+            message = "no decode or mixed instance is registered"
+            raise NoInstanceError(message, stage="route", retry_after_ms=RETRY_AFTER_MS)
 
     def hash_prompt(self, token_ids: Sequence[int], cache_salt: str) -> tuple[BlockHash, ...]:
         """Hashes of the full blocks, as the instances make them; empty while none is known."""

@@ -290,7 +290,9 @@ async def test_echo_with_logprobs_scores_the_prompt(
     assert "".join(tokens) == "the onehi"
     assert values[0] is None
     assert all(value == -0.5 for value in values[1:])
-    assert [("the onehi"[offset:])[: len(t)] for offset, t in zip(offsets, tokens, strict=True)] == tokens
+    assert [
+        ("the onehi"[offset:])[: len(t)] for offset, t in zip(offsets, tokens, strict=True)
+    ] == tokens
 
 
 @pytest.mark.asyncio
@@ -333,7 +335,7 @@ async def test_a_prompt_that_ends_inside_a_character_does_not_leak(
         ({"logit_bias": {"x": 1}}, "logit_bias"),
         ({"logit_bias": {"99999": 1}}, "logit_bias"),
         ({"top_logprobs": 3}, "top_logprobs"),
-        ({"max_tokens": 100_000}, "messages"),
+        ({"max_tokens": 100_000}, "max_tokens"),
         ({"min_tokens": 9, "max_tokens": 4}, "min_tokens"),
         ({"stop_token_ids": [99999]}, "stop_token_ids"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
