@@ -44,8 +44,8 @@ class LatencyModel:
     """Closed-form step times in milliseconds, fitted at boot and online.
 
     prefill(u, c) = ``prefill_base + prefill_token·u + prefill_pair·(u·c + u²/2)`` for u uncached
-    tokens after c cached ones; decode step(b, K) = ``decode_base + decode_seq·b + decode_context·K``
-    for b sequences that attend to K tokens in total. The form is DistServe's (OSDI 2024, §4).
+    tokens after c cached ones; a decode step of b sequences that attend to K tokens in total takes
+    ``decode_base + decode_seq·b + decode_context·K``. The form is DistServe's (OSDI 2024, §4).
     """
 
     prefill_base: float = 5.0

@@ -45,7 +45,7 @@ SECOND_TOKEN_GAP = Histogram(
     buckets=_LATENCY,
 )
 STAGE = Histogram(
-    "isthmus_stage_seconds", "Parts of a request's life", ["stage"], buckets=_FAST + (10, 20, 40)
+    "isthmus_stage_seconds", "Parts of a request's life", ["stage"], buckets=(*_FAST, 10, 20, 40)
 )
 PROMPT_TOKENS = Counter("isthmus_prompt_tokens", "Prompt tokens of finished requests")
 CACHED_TOKENS = Counter("isthmus_cached_tokens", "Prompt tokens served from a prefix cache")

@@ -4,8 +4,8 @@
 
     ARRIVED ─ TOKENISED ─ ROUTED ─ ADMITTED ─ SCHEDULED ─ PREFILLED ─ FIRST_FLUSH
               tokenise    route    queue₁     queue₂      prefill     first flush
-                                                        PREFILLED ─ KV_READY ─ SECOND_TOKEN ─ FINISHED
-                                                          transfer   decode wait
+                                                  PREFILLED ─ KV_READY ─ SECOND_TOKEN ─ FINISHED
+                                                     transfer   decode wait
 
 Each event is unix nanoseconds, recorded in the process where it happens and carried to the gateway
 with the stream; on several machines a stage between two machines is as exact as their clocks.
