@@ -1,4 +1,4 @@
-"""The mapping of top-level folders to one namespace holds: for the wheel, for imports, for layers."""
+"""The top-level folders form one namespace: in the wheel, for imports and without torch."""
 
 from __future__ import annotations
 

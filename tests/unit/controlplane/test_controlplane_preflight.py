@@ -38,7 +38,7 @@ def test_port_zero_becomes_a_free_one() -> None:
 
 
 def test_unknown_host_is_one_sentence() -> None:
-    with pytest.raises(ConfigError, match="cannot listen on no.such.host.invalid"):
+    with pytest.raises(ConfigError, match=r"cannot listen on no\.such\.host\.invalid"):
         preflight.probe_port("no.such.host.invalid", 1, "--port")
 
 

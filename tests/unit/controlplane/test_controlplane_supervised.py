@@ -54,8 +54,9 @@ class Bench:
 
     async def started(self, count: int) -> None:
         await poll_until(
-            lambda: len(self.actuator.handles) == count
-            and self.process.state is ProcessState.RUNNING
+            lambda: (
+                len(self.actuator.handles) == count and self.process.state is ProcessState.RUNNING
+            )
         )
 
 

@@ -1,0 +1,167 @@
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from isthmus.cli.commands import up as up_command
+from isthmus.cli.commands.config import MASK
+from isthmus.cli.commands.up import banner, overrides
+from isthmus.cli.main import main
+from isthmus.common.config import ClusterConfig, load_config
+from isthmus.common.errors import ConfigError
+from isthmus.controlplane.progress import ReadyCluster, ReadyInstance
+from isthmus.controlplane.state_file import ClusterState, process_start, write_state
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(
+    capfdbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Run:
+    """Runs the command line in this process; returns exit code, stdout and stderr."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+
+    def run_main(*arguments: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        out, err = capfdbinary.readouterr()
+        return int(ended.value.code or 0), out.decode(), err.decode()
+
+    return run_main
+
+
+def test_version_in_both_forms(run: Run) -> None:
+    assert run("version")[1].startswith("isthmus 0.")
+    assert json.loads(run("version", "--output", "json")[1])["version"].startswith("0.")
+
+
+def test_no_command_shows_the_list(run: Run) -> None:
+    out = "".join(run()[1:])
+    assert all(name in out for name in ("up", "down", "status", "chat", "doctor", "config"))
+
+
+def test_config_check_prints_the_effective_tree(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("gateway: {port: 9, api_keys: [secret]}\n")
+    code, out, _ = run("config", "check", str(file), "--set", "decode.replicas=3")
+    tree = yaml.safe_load(out)
+    assert code == 0
+    assert (tree["gateway"]["port"], tree["decode"]["replicas"]) == (9, 3)
+    assert tree["gateway"]["api_keys"] == [MASK]
+    assert "secret" not in out
+    assert json.loads(run("config", "check", str(file), "-o", "json")[1])["gateway"]["port"] == 9
+
+
+def test_unknown_key_names_the_nearest(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("gateway: {prot: 9}\n")
+    code, out, err = run("config", "check", str(file))
+    assert (code, out) == (1, "")
+    assert err == "Error: unknown key 'gateway.prot'; did you mean 'gateway.port'?\n"
+
+
+def test_error_as_json_is_on_stdout(run: Run) -> None:
+    code, out, _ = run("status", "-o", "json")
+    assert code == 1
+    assert json.loads(out)["error"]["code"] == "config_error"
+
+
+@pytest.mark.parametrize("command", ["status", "down", "chat"])
+def test_commands_need_a_running_cluster(run: Run, command: str) -> None:
+    code, _, err = run(command, "--name", "nobody")
+    assert code == 1
+    assert err.startswith("Error: no cluster named nobody is running")
+    assert len(err.splitlines()) == 1
+
+
+def test_unknown_option_is_a_usage_error(run: Run) -> None:
+    code, _, err = run("up", "--prot", "1")
+    assert code == 2
+    assert "--prot" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["up", "--model", "/no/such/model"], "there is no model at /no/such/model"),
+        (["up", "--port", "99999"], "gateway.port: Input should be less than"),
+        (["up", "--decode", "0"], "nothing would decode"),
+        (["up", "--set", "router"], "--set needs key.path=value"),
+        (["up", "--set", "router.policy=[", "--decode", "1"], "the value is not valid YAML"),
+        (["up", "--kv-cache-gib", "100000", "--actuator", "process"], "not enough memory: about"),
+    ],
+)
+def test_up_refuses_in_one_sentence(run: Run, arguments: list[str], sentence: str) -> None:
+    code, out, err = run(*arguments)
+    assert code == 1
+    assert out == ""
+    assert sentence in err.splitlines()[-1]
+    assert "Traceback" not in err
+
+
+def test_second_cluster_of_a_name_is_refused(run: Run, tmp_path: Path) -> None:
+    pid = os.getpid()
+    state = ClusterState(
+        "isthmus", pid, process_start(pid) or 0.0, "c", "r", "http://127.0.0.1:8", "m", "/l"
+    )
+    write_state(tmp_path / "isthmus", state)
+    code, _, err = run("up")
+    assert code == 1
+    assert f"already running at http://127.0.0.1:8 (pid {pid})" in err
+
+
+def effective(flags: dict[str, object], *settings: str) -> ClusterConfig:
+    return load_config(overrides=overrides(flags, list(settings)), environ={})
+
+
+def test_flags_and_settings_become_one_tree() -> None:
+    flags: dict[str, object] = {"gateway.port": 5, "prefill.replicas": None}
+    config = effective(flags, "gateway.port=6", "decode.engine={block_size: 8, num_threads: 2}")
+    assert config.gateway.port == 6
+    assert config.decode.engine.block_size == 8
+    assert config.decode.engine.num_threads == 2
+    assert config.prefill.replicas == 1
+
+
+def test_mixed_instances_alone_need_no_pair() -> None:
+    config = effective({"mixed.replicas": 2})
+    assert (config.prefill.replicas, config.decode.replicas, config.mixed.replicas) == (0, 0, 2)
+    config = effective({"mixed.replicas": 1, "prefill.replicas": 1})
+    assert (config.prefill.replicas, config.decode.replicas) == (1, 0)
+
+
+def test_setting_below_a_value_is_refused() -> None:
+    with pytest.raises(ConfigError, match="port is a value, not a group"):
+        overrides({"gateway.port": 1}, ["gateway.port.x=2"])
+
+
+READY = ReadyCluster(
+    cluster="c",
+    url="http://127.0.0.1:8000",
+    model="m[0]",
+    pid=1,
+    log_dir="/logs",
+    seconds=3.0,
+    instances=(ReadyInstance("decode-0", "decode", "a:1", "a:2", 77, 1),),
+)
+
+
+def test_banner_gives_a_command_that_can_be_pasted(capsys: pytest.CaptureFixture[str]) -> None:
+    up_command.stdout.print(banner(READY))
+    out = capsys.readouterr().out
+    assert "http://127.0.0.1:8000/v1" in out
+    assert "decode-0 (pid 77)" in out
+    body = out.split("-d '")[1].split("'")[0]
+    assert json.loads(body)["model"] == "m[0]"
+
+
+def test_ready_cluster_as_json(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    up_command.show_ready(READY, up_command.OutputFormat.JSON)
+    printed: dict[str, Any] = json.loads(capfdbinary.readouterr().out)
+    assert printed["instances"][0]["instance_id"] == "decode-0"
