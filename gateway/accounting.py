@@ -47,7 +47,8 @@ class Accounting:
         num_output = sum(choice.num_output_tokens for choice in exchange.choices)
         metrics.OUTPUT_TOKENS.inc(num_output)
         for choice in exchange.choices:
-            if choice.local_reason is not LocalPrefillReason.NONE:
+            has_prompt = choice.num_output_tokens > 0
+            if has_prompt and choice.local_reason is not LocalPrefillReason.NONE:
                 metrics.LOCAL_PREFILL.labels(reason=choice.local_reason.value).inc()
         for stage, (begin, end) in STAGES.items():
             seconds = timeline.seconds(begin, end)

@@ -33,10 +33,9 @@ from isthmus.common.types import (
     TokenLogprob,
 )
 from isthmus.gateway.decode_client import DecodeClient, GenerationEnd
-from isthmus.gateway.detokenizer import Detokenizer
+from isthmus.gateway.output_text import OutputText
 from isthmus.gateway.plan import ChoiceDelta, GenerationPlan, PreparedPrompt
 from isthmus.gateway.router_client import ChoiceQuery, RouterClient
-from isthmus.gateway.stop import StopScanner
 from isthmus.gateway.tokenizer import TextTokenizer
 
 MAX_RESUMES = 3
@@ -100,7 +99,6 @@ class Choice:
         self.local_reason = LocalPrefillReason.NONE
         self.timeline = Timeline()
         self.num_cached_tokens = 0
-        self.num_output_tokens = 0
         self.num_retries = 0
         self.transferred_bytes = 0
         self.prompt_logprobs: list[TokenLogprob] = []
@@ -110,10 +108,9 @@ class Choice:
         self._owner = owner
         self._excluded: set[InstanceId] = set()
         self._delivered: list[int] = []
-        self._detokenizer = Detokenizer(services.tokenizer, prompt.token_ids)
-        self._scanner = StopScanner(plan.stop_strings)
-        self._held_stop_token: int | None = None
-        self._stop_ids = frozenset(self._sampling.stop_token_ids)
+        self._text = OutputText(
+            services.tokenizer, prompt.token_ids, plan.stop_strings, self._sampling
+        )
         self._delta = ChoiceDelta()
         self._first_token_ns = 0
         self._last_token_ns = 0
@@ -145,6 +142,10 @@ class Choice:
             self._services.router.report_cancelled(self.decision)
 
     @property
+    def num_output_tokens(self) -> int:
+        return self._text.num_tokens
+
+    @property
     def has_prompt_logprobs(self) -> bool:
         return self._plan.sampling.prompt_logprobs is not None
 
@@ -173,12 +174,11 @@ class Choice:
         self.prompt_logprobs.extend(prompt_logprobs)
         if token_ids:
             self._observe_gaps(len(token_ids))
-        # A token of a client's stop list shows only if the sequence goes on behind it.
         for position, token_id in enumerate(token_ids):
             self._accept(token_id, logprobs[position] if logprobs else None)
-            if self._scanner.matched is not None:
+            if self._text.matched_stop is not None:
                 self._leave_instance("stop string")
-                self._finish(FinishReason.STOP, self._scanner.matched)
+                self._finish(FinishReason.STOP, None)
                 return
         if self.state is ChoiceState.WAITING and token_ids:
             self._first_token()
@@ -208,40 +208,22 @@ class Choice:
             # Nobody named: it was the decode instance's own doing, which must not be asked again.
             self._recover(error, failed_instance or error.instance_id or self._instance_id())
 
-    # --- tokens → text --------------------------------------------------------------------------
+    # --- the sequence's progress ----------------------------------------------------------------
     def _accept(self, token_id: int, logprob: TokenLogprob | None) -> None:
-        if self._held_stop_token is not None:
-            self._show(self._held_stop_token)
-            self._held_stop_token = None
         self._delivered.append(token_id)
         if not self._plan.has_output:
             return
-        self.num_output_tokens += 1
-        self._delta.num_tokens += 1
-        if logprob is not None:
+        num_before = self._text.num_tokens
+        self._delta.text += self._text.push(token_id)
+        if logprob is not None and self._text.num_tokens > num_before:
             self._delta.logprobs.append(logprob)
-        if token_id in self._stop_ids:
-            self._held_stop_token = token_id
-        else:
-            self._show(token_id)
-
-    def _show(self, token_id: int) -> None:
-        text = self._detokenizer.push((token_id,))
-        if not text:
-            return
-        if self.num_output_tokens > self._sampling.min_tokens:
-            text = self._scanner.push(text)
-        self._delta.text += text
 
     def _finish(self, reason: FinishReason, stop_reason: str | int | None) -> None:
         if self.state is ChoiceState.WAITING:
             self._first_token()
-        if reason is FinishReason.LENGTH and self._held_stop_token is not None:
-            self._show(self._held_stop_token)
-        if self._scanner.matched is None:
-            self._delta.text += self._scanner.flush()
-        elif reason is FinishReason.LENGTH:
-            reason, stop_reason = FinishReason.STOP, self._scanner.matched
+        self._delta.text += self._text.finish(by_stop_token=reason is FinishReason.STOP)
+        if self._text.matched_stop is not None:
+            reason, stop_reason = FinishReason.STOP, self._text.matched_stop
         self._delta.finish_reason, self._delta.stop_reason = reason, stop_reason
         self._move(ChoiceState.FINISHED)
         if self.decision is not None:
@@ -349,7 +331,7 @@ class Choice:
         count = len(self._delivered)
         if not count:
             return False
-        if self._held_stop_token is not None and count > self._sampling.min_tokens:
+        if self._text.ends_in_stop_token:
             self._finish(FinishReason.STOP, None)
         elif count >= self._sampling.max_tokens:
             self._finish(FinishReason.LENGTH, None)

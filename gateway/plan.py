@@ -44,7 +44,6 @@ class ChoiceDelta:
     """What a choice has gained since it was last looked at."""
 
     text: str = ""
-    num_tokens: int = 0
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
