@@ -49,7 +49,7 @@ def test_harmless_fields_pass(extra: dict[str, object]) -> None:
         ({"service_tier": "flex"}, "service_tier"),
         ({"reasoning_effort": "high"}, "reasoning_effort"),
         ({"parallel_tool_calls": True}, "parallel_tool_calls"),
-        ({"temprature": 1}, "temprature"),
+        ({"warmth": 1}, "warmth"),
         ({"stream_options": {"include_usge": True}, "stream": True}, "stream_options.include_usge"),
     ],
 )
