@@ -215,7 +215,10 @@ class Choice:
             return
         num_before = self._text.num_tokens
         self._delta.text += self._text.push(token_id)
-        if logprob is not None and self._text.num_tokens > num_before:
+        if self._text.num_tokens == num_before:  # behind a stop string
+            return
+        self._delta.token_ids.append(token_id)
+        if logprob is not None:
             self._delta.logprobs.append(logprob)
 
     def _finish(self, reason: FinishReason, stop_reason: str | int | None) -> None:

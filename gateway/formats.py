@@ -29,22 +29,38 @@ class AnswerFormat(Protocol):
 
 
 class ChatFormat:
+    """``token_ids`` adds the ids behind the text, as some clients of other servers ask for."""
+
     def __init__(
-        self, answer_id: str, model: str, created: int, tokenizer: TextTokenizer, *, usage: bool
+        self,
+        answer_id: str,
+        model: str,
+        created: int,
+        tokenizer: TextTokenizer,
+        *,
+        usage: bool,
+        token_ids: bool,
     ) -> None:
         self._head = {"id": f"chatcmpl-{answer_id}", "created": created, "model": model}
         self._tokenizer = tokenizer
         self._has_usage = usage
+        self._has_token_ids = token_ids
         self._begun: set[int] = set()
 
     def chunks(self, choice: Choice, delta: ChoiceDelta) -> Iterable[dict[str, Any]]:
         if choice.index not in self._begun:
+            is_first = not self._begun
             self._begun.add(choice.index)
-            yield self._chunk(choice.index, {"role": "assistant", "content": ""}, None, None)
+            opening = self._chunk(
+                choice.index, {"role": "assistant", "content": ""}, None, ChoiceDelta()
+            )
+            if is_first and self._has_token_ids:
+                opening["prompt_token_ids"] = choice.prompt.token_ids
+            yield opening
         content = {"content": delta.text} if delta.text else {}
         logprobs = self._logprobs(delta) if delta.logprobs else None
         if content or logprobs or delta.finish_reason:
-            yield self._chunk(choice.index, content, logprobs, delta.finish_reason)
+            yield self._chunk(choice.index, content, logprobs, delta)
 
     def usage_chunk(self, exchange: Exchange) -> dict[str, Any] | None:
         if not self._has_usage:
@@ -56,36 +72,40 @@ class ChatFormat:
         choices = []
         for choice in exchange.choices:
             delta = choice.take()
-            choices.append(
-                {
-                    "index": choice.index,
-                    "message": {"role": "assistant", "content": delta.text, "refusal": None},
-                    "logprobs": self._logprobs(delta) if delta.logprobs else None,
-                    "finish_reason": _reason(delta.finish_reason),
-                    "stop_reason": delta.stop_reason,
-                }
-            )
-        head = {**self._head, "object": "chat.completion"}
-        return {**head, "choices": choices, "usage": usage_of(exchange)}
+            part = {
+                "index": choice.index,
+                "message": {"role": "assistant", "content": delta.text, "refusal": None},
+                "logprobs": self._logprobs(delta) if delta.logprobs else None,
+                "finish_reason": _reason(delta.finish_reason),
+                "stop_reason": delta.stop_reason,
+            }
+            if self._has_token_ids:
+                part["token_ids"] = delta.token_ids
+            choices.append(part)
+        answer = {**self._head, "object": "chat.completion", "choices": choices}
+        if self._has_token_ids:
+            answer["prompt_token_ids"] = exchange.plan.prompts[0].token_ids
+        return {**answer, "usage": usage_of(exchange)}
 
     def _chunk(
         self,
         index: int,
         content: dict[str, Any],
         logprobs: dict[str, Any] | None,
-        reason: FinishReason | None,
+        delta: ChoiceDelta,
     ) -> dict[str, Any]:
+        part = {
+            "index": index,
+            "delta": content,
+            "logprobs": logprobs,
+            "finish_reason": _reason(delta.finish_reason),
+        }
+        if self._has_token_ids:
+            part["token_ids"] = delta.token_ids
         chunk: dict[str, Any] = {
             **self._head,
             "object": "chat.completion.chunk",
-            "choices": [
-                {
-                    "index": index,
-                    "delta": content,
-                    "logprobs": logprobs,
-                    "finish_reason": _reason(reason),
-                }
-            ],
+            "choices": [part],
         }
         if self._has_usage:
             chunk["usage"] = None
@@ -109,8 +129,17 @@ class ChatFormat:
 
 
 class CompletionFormat:
+    """``token_ids`` adds the ids behind the text, of the prompt once for each choice."""
+
     def __init__(
-        self, answer_id: str, model: str, created: int, tokenizer: TextTokenizer, *, usage: bool
+        self,
+        answer_id: str,
+        model: str,
+        created: int,
+        tokenizer: TextTokenizer,
+        *,
+        usage: bool,
+        token_ids: bool,
     ) -> None:
         self._head = {
             "id": f"cmpl-{answer_id}",
@@ -120,6 +149,7 @@ class CompletionFormat:
         }
         self._tokenizer = tokenizer
         self._has_usage = usage
+        self._has_token_ids = token_ids
         self._begun: set[int] = set()
         self._offsets: dict[int, int] = {}
 
@@ -141,18 +171,24 @@ class CompletionFormat:
     def _choice(self, choice: Choice, delta: ChoiceDelta) -> dict[str, Any]:
         text = delta.text
         items: list[tuple[int, float | None, Sequence[tuple[int, float]]]] = []
-        if choice.is_echo and choice.index not in self._begun:
+        is_first = choice.index not in self._begun
+        if choice.is_echo and is_first:
             text = choice.prompt.text + text
             items += self._prompt_items(choice)
         self._begun.add(choice.index)
         items += [(item.token_id, item.logprob, _with_chosen(item)) for item in delta.logprobs]
-        return {
+        part = {
             "index": choice.index,
             "text": text,
             "logprobs": self._logprobs(choice.index, items) if items else None,
             "finish_reason": _reason(delta.finish_reason),
             "stop_reason": delta.stop_reason,
         }
+        if self._has_token_ids:
+            part["token_ids"] = delta.token_ids
+            if is_first:
+                part["prompt_token_ids"] = choice.prompt.token_ids
+        return part
 
     def _prompt_items(
         self, choice: Choice

@@ -44,6 +44,7 @@ class ChoiceDelta:
     """What a choice has gained since it was last looked at."""
 
     text: str = ""
+    token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None

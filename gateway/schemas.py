@@ -87,6 +87,7 @@ class GenerationBody(Body):
     seed: int | None = None
     priority: int | None = Field(None, ge=-(2**31), lt=2**31)
     cache_salt: str | None = None
+    return_token_ids: bool | None = None
 
     @model_validator(mode="before")
     @classmethod

@@ -83,6 +83,7 @@ async def _create(
         arrived_ns // NS_PER_S,
         gateway.pipeline.tokenizer,
         usage=body.wants_usage_chunk,
+        token_ids=bool(body.return_token_ids),
     )
     return await _answer(request, exchange, answer, slot, streams=bool(body.stream))
 

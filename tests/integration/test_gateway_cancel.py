@@ -153,7 +153,7 @@ async def test_tokens_that_arrive_while_a_slow_client_is_written_to_are_merged(
     exchange = Exchange(plan, gateway.gateway.services, Timeline())
     exchange.start()
     await exchange.wait()
-    answer = CompletionFormat("slow", "tiny", 0, gateway.tokenizer, usage=False)
+    answer = CompletionFormat("slow", "tiny", 0, gateway.tokenizer, usage=False, token_ids=False)
     bodies: list[bytes] = []
 
     async def send(message: Any) -> None:
