@@ -154,11 +154,6 @@ def run_ops(bench: Bench, bandwidth: float) -> None:
         run_attention(bench, sequences, query, context)
     for rows in (1, 512):
         run_small_ops(bench, rows)
-    logits = torch.randn(16, VOCAB)
-    times = bench.best_of(
-        lambda: bench.ours.argmax(logits), lambda: torch.argmax(logits, dim=-1), times=10
-    )
-    report("argmax [16, 49152]", times)
 
 
 def run_linear(bench: Bench, bandwidth: float, dtype: torch.dtype, rows: int, width: int) -> None:

@@ -12,6 +12,7 @@ from isthmus.common.errors import ConfigError
 from isthmus.common.ids import BlockId
 from isthmus.common.kv_layout import KvLayout
 from isthmus.engine.models.types import ModelSpec
+from isthmus.kernels.memory import zeros_in_huge_pages
 
 TORCH_DTYPES = {
     "float32": torch.float32,
@@ -51,17 +52,19 @@ class KvStore:
     def __init__(self, layout: KvLayout, num_blocks: int, device: str) -> None:
         self.layout = layout
         self.num_blocks = num_blocks
-        self.tensor = torch.zeros(  # [N, L, 2, G, B, D]
-            (
-                num_blocks,
-                layout.num_layers,
-                2,
-                layout.num_kv_heads,
-                layout.block_size,
-                layout.head_dim,
-            ),
-            dtype=TORCH_DTYPES[layout.dtype],
-            device=device,
+        shape = (  # [N, L, 2, G, B, D]
+            num_blocks,
+            layout.num_layers,
+            2,
+            layout.num_kv_heads,
+            layout.block_size,
+            layout.head_dim,
+        )
+        dtype = TORCH_DTYPES[layout.dtype]
+        self.tensor = (
+            zeros_in_huge_pages(shape, dtype)
+            if device == "cpu"
+            else torch.zeros(shape, dtype=dtype, device=device)
         )
 
     @property

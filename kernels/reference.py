@@ -110,9 +110,3 @@ def _visible(
     distance = positions - torch.arange(seq_len, device=device)[None, :]
     visible = distance >= 0
     return visible if sliding_window is None else visible & (distance < sliding_window)
-
-
-def argmax(logits: torch.Tensor) -> torch.Tensor:
-    best = logits.max(dim=-1, keepdim=True).values
-    indices = torch.arange(logits.shape[-1], device=logits.device)
-    return torch.where(logits == best, indices, logits.shape[-1]).min(dim=-1).values

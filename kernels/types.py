@@ -103,7 +103,3 @@ class Kernels(Protocol):
         Rows past query_start[S] become zero.
         """
         ...
-
-    def argmax(self, logits: torch.Tensor) -> torch.Tensor:
-        """logits float32 [K, V] → int64 [K]; the lowest index wins a tie."""
-        ...

@@ -1,4 +1,4 @@
-// Norms, rotary embedding with the KV write, activation, argmax: everything that touches each
+// Norms, rotary embedding with the KV write, activation: everything that touches each
 // element a few times. All run on the calling thread; beside the products they take little.
 
 #include <algorithm>
@@ -41,19 +41,6 @@ void silu_mul_row(const float* gate, const float* up, int64_t count, float* out)
   int64_t i = 0;
   for (; i + kLanes <= count; i += kLanes) store(out + i, silu(load(gate + i)) * load(up + i));
   for (; i < count; i++) out[i] = silu(splat(gate[i]))[0] * up[i];
-}
-
-int64_t argmax_row(const float* x, int64_t count) {
-  float best = x[0];
-  int64_t i = 0;
-  if (count >= kLanes) {
-    Floats highest = load(x);
-    for (; i + kLanes <= count; i += kLanes) highest = max(load(x + i), highest);
-    best = max(highest);
-  }
-  for (; i < count; i++) best = std::max(best, x[i]);
-  int64_t index = std::find(x, x + count, best) - x;
-  return index < count ? index : 0;  // nothing equals a NaN
 }
 
 }  // namespace
@@ -131,10 +118,5 @@ void isthmus_rope_and_cache(const IsthmusRopeCall* call) {
   } else {
     isthmus::rope_and_cache<float>(*call);
   }
-}
-
-void isthmus_argmax(const float* x, int64_t num_rows, int64_t width, int64_t* out) {
-  for (int64_t row = 0; row < num_rows; row++)
-    out[row] = isthmus::argmax_row(x + row * width, width);
 }
 }

@@ -55,7 +55,6 @@ class Library:
     silu_mul: Callable[..., None]
     rope_and_cache: Callable[..., None]
     paged_attention: Callable[..., None]
-    argmax: Callable[..., None]
 
 
 def load_library(path: Path) -> Library:
@@ -83,7 +82,6 @@ def load_library(path: Path) -> Library:
             silu_mul=bind("silu_mul", c_void_p, c_int64, c_int64, c_void_p),
             rope_and_cache=bind("rope_and_cache", ctypes.POINTER(RopeCall)),
             paged_attention=bind("paged_attention", ctypes.POINTER(AttentionCall)),
-            argmax=bind("argmax", c_void_p, c_int64, c_int64, c_void_p),
         )
     except (OSError, AttributeError) as error:
         raise BuildError(f"cannot load {path}: {error}") from error

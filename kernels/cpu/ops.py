@@ -185,12 +185,6 @@ class CpuKernels:
         self._library.paged_attention(ctypes.byref(call))
         return out
 
-    def argmax(self, logits: torch.Tensor) -> torch.Tensor:
-        logits = _dense(logits)
-        out = torch.empty(logits.shape[0], dtype=torch.int64)
-        self._library.argmax(logits.data_ptr(), *logits.shape, out.data_ptr())
-        return out
-
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.is_contiguous() else tensor.contiguous()
