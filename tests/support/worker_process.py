@@ -1,6 +1,6 @@
 """Worker processes on loopback, started and ended one by one by their pid.
 
-They are forked from a server that has imported the workers' modules already, because importing
+They are forked from a server that has imported their modules already, because importing
 torch is most of the time that a tiny worker takes to start. ``fresh=True`` starts one as an
 operator would, with an interpreter of its own.
 """
@@ -39,27 +39,25 @@ ENVIRON = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "UCX_MODULES": 
 
 
 _forkserver = multiprocessing.get_context("forkserver")
-_forkserver.set_forkserver_preload([*sorted(set(MODULES.values())), "isthmus.engine.models.loader"])
+_forkserver.set_forkserver_preload(
+    [*sorted(set(MODULES.values())), "isthmus.engine.models.loader", "isthmus.gateway.main"]
+)
 
 
-def _run_worker(module: str, argv: list[str], log: str, environ: dict[str, str]) -> None:
-    """In the child: its log to a file, then the worker's own main."""
+def _run_module(module: str, argv: list[str], log: str, environ: dict[str, str]) -> None:
+    """In the child: its log to a file, then the module's own main."""
     os.environ.update(environ)
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
-    importlib.import_module(module).main(argv)
+    sys.exit(importlib.import_module(module).main(argv))
 
 
-class WorkerProcess:
-    """One started worker; its log goes to a file."""
+class ChildProcess:
+    """One started ``module``; its log goes to a file."""
 
-    def __init__(self, role: Role, instance_id: str, argv: list[str], log: Path, fresh: bool):
-        self.role = role
-        self.instance_id = instance_id
+    def __init__(self, module: str, argv: list[str], log: Path, fresh: bool) -> None:
         self.log = log
-        self.info: InstanceInfo | None = None
-        module = MODULES[role]
         self._popen: subprocess.Popen[bytes] | None = None
         self._forked: multiprocessing.process.BaseProcess | None = None
         if fresh:
@@ -72,7 +70,7 @@ class WorkerProcess:
                 )
         else:
             self._forked = _forkserver.Process(
-                target=_run_worker, args=(module, argv, str(log), ENVIRON), daemon=True
+                target=_run_module, args=(module, argv, str(log), ENVIRON), daemon=True
             )
             self._forked.start()
 
@@ -113,6 +111,16 @@ class WorkerProcess:
         return self.log.read_text(errors="replace")
 
 
+class WorkerProcess(ChildProcess):
+    """One started worker."""
+
+    def __init__(self, role: Role, instance_id: str, argv: list[str], log: Path, fresh: bool):
+        super().__init__(MODULES[role], argv, log, fresh)
+        self.role = role
+        self.instance_id = instance_id
+        self.info: InstanceInfo | None = None
+
+
 class WorkerCluster:
     """A registry in this process and workers as children. Use as an async context manager."""
 
@@ -121,13 +129,13 @@ class WorkerCluster:
         self.registry = RegistryServer()
         self.registry_address = ""
         self.num_started = 0
-        self._started: list[WorkerProcess] = []
-        self._folder = folder
+        self._started: list[ChildProcess] = []
+        self.folder = folder
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> WorkerCluster:
         self.registry_address = await self.registry.start("127.0.0.1", 0)
-        self._stack.push_async_callback(self.registry.stop)
+        self._stack.push_async_callback(self._stop_registry)
         return self
 
     async def __aexit__(
@@ -140,6 +148,10 @@ class WorkerCluster:
             worker.end()
         await self._stack.aclose()
 
+    async def _stop_registry(self) -> None:
+        """Whichever is there by then."""
+        await self.registry.stop()
+
     def spawn(
         self,
         role: Role,
@@ -150,15 +162,26 @@ class WorkerCluster:
     ) -> WorkerProcess:
         self.num_started += 1
         name = f"{instance_id}.{self.num_started}"
-        file = self._folder / f"{name}.json"
+        file = self.folder / f"{name}.json"
         file.write_text((config or self.config).model_dump_json())
         argv = ["--config-json", str(file), "--instance-id", instance_id]
         argv += ["--registry", self.registry_address]
         if role is not Role.PREFILL:
             argv += ["--role", role.value]
-        worker = WorkerProcess(role, instance_id, argv, self._folder / f"{name}.log", fresh)
+        worker = WorkerProcess(role, instance_id, argv, self.folder / f"{name}.log", fresh)
         self._started.append(worker)
         return worker
+
+    def spawn_gateway(self) -> ChildProcess:
+        """The gateway of ``config``, on the port named there."""
+        self.num_started += 1
+        name = f"gateway.{self.num_started}"
+        file = self.folder / f"{name}.json"
+        file.write_text(self.config.model_dump_json())
+        argv = ["--config-json", str(file), "--registry", self.registry_address]
+        gateway = ChildProcess("isthmus.gateway.main", argv, self.folder / f"{name}.log", False)
+        self._started.append(gateway)
+        return gateway
 
     async def start(self, *specs: tuple[Role, str]) -> list[WorkerProcess]:
         """Starts workers side by side and waits until all are READY."""
