@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from enum import Enum
 
 import numpy as np
 from isthmus.common.clock import NS_PER_MS, NS_PER_S, Clock
@@ -57,8 +58,8 @@ def fit(
     pair_flops = 4 * spec.num_heads * spec.head_dim * spec.num_layers
     pair_share = pair_flops / linear_flops
     effective = [(tokens + pair_share * tokens**2 / 2, ms) for tokens, ms in prefill]
-    prefill_base, prefill_token = _fit_line(effective)
-    decode_base, decode_seq = _fit_line([(float(seqs), ms) for seqs, ms in decode])
+    prefill_base, prefill_token = _fit_line(effective, _Alone.SLOPE)
+    decode_base, decode_seq = _fit_line([(float(seqs), ms) for seqs, ms in decode], _Alone.BASE)
     return LatencyModel(
         prefill_base=prefill_base,
         prefill_token=prefill_token,
@@ -69,18 +70,30 @@ def fit(
     )
 
 
-def _fit_line(samples: Sequence[tuple[float, float]]) -> tuple[float, float]:
+class _Alone(Enum):
+    """What a single measured size says most about."""
+
+    BASE = "base"  # a decode step reads all weights, whatever the batch
+    SLOPE = "slope"  # a prefill step computes in proportion to its tokens
+
+
+def _fit_line(samples: Sequence[tuple[float, float]], alone: _Alone) -> tuple[float, float]:
     """Intercept and slope by least squares over the best time at each x, neither below zero."""
     best: dict[float, float] = {}
     for x, y in samples:
         best[x] = min(y, best.get(x, y))
     if len(best) == 1:
         ((x, y),) = best.items()
-        return _MIN_COST_MS, max(_MIN_COST_MS, y / max(x, 1.0))
-    slope, intercept = np.polyfit(list(best), list(best.values()), 1)
-    if intercept < 0:  # a straight line through the origin fits better than a negative base
-        slope = sum(x * y for x, y in best.items()) / sum(x * x for x in best)
-    return max(_MIN_COST_MS, float(intercept)), max(_MIN_COST_MS, float(slope))
+        slope, intercept = (0.0, y) if alone is _Alone.BASE else (y / max(x, 1.0), 0.0)
+    else:
+        slope, intercept = (
+            float(value) for value in np.polyfit(list(best), list(best.values()), 1)
+        )
+    if slope < 0:  # noise: as good as a constant
+        slope, intercept = 0.0, sum(best.values()) / len(best)
+    if intercept < 0:  # a line through the origin fits better than a negative base
+        slope, intercept = sum(x * y for x, y in best.items()) / sum(x * x for x in best), 0.0
+    return max(_MIN_COST_MS, intercept), max(_MIN_COST_MS, slope)
 
 
 class _Probe:

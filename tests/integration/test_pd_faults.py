@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from isthmus.common.cluster import InstanceInfo, Role
 from isthmus.common.config import ClusterConfig
+from isthmus.common.ids import InstanceId
 from isthmus.common.rpc import create_channel
 from isthmus.protos import convert
 from isthmus.protos.v1 import prefill_pb2, prefill_pb2_grpc
@@ -128,6 +130,29 @@ async def test_unlike_layouts_are_refused_and_the_prompt_computed_here() -> None
         assert_fell_back(answer, await pair.local(max_tokens=6))
         assert answer.finished is not None
         assert answer.finished.transferred_bytes == 0
+        await pair.wait_idle()
+
+
+async def test_a_silent_peer_holds_nobody_longer_than_one_handshake() -> None:
+    """All requests that wait for it share one attempt and its end."""
+    transfer = {"connector": "local", "handshake_timeout_ms": 600, "quarantine_ms": 200}
+    async with start_pair(local_config(transfer=transfer)) as pair:
+        silent = socket.create_server(("127.0.0.1", 0))  # connects, and never says a word
+        host, port = silent.getsockname()
+        ghost = replace(
+            pair.prefill_info, instance_id=InstanceId("ghost"), address=f"{host}:{port}"
+        )
+        began = asyncio.get_running_loop().time()
+        answers = [
+            await pair.stream.submit(make_request(make_prompt(20, salt), max_tokens=1), ghost)
+            for salt in range(4)
+        ]
+        for answer in answers:
+            await answer.end()
+            assert answer.finished is not None
+            assert answer.finished.local_reason == "prefill_failed"
+        assert asyncio.get_running_loop().time() - began < 4 * 0.6
+        silent.close()
         await pair.wait_idle()
 
 

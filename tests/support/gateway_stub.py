@@ -96,6 +96,7 @@ class GatewayStub:
         self._call: grpc.aio.StreamStreamCall | None = None
         self._reader: asyncio.Task[None] | None = None
         self.num_messages = 0
+        self._writing = asyncio.Lock()  # one write at a time, as gRPC wants it
 
     async def __aenter__(self) -> GatewayStub:
         self._call = decode_pb2_grpc.DecodeServiceStub(self.channel).Generate()
@@ -132,23 +133,23 @@ class GatewayStub:
         assert self._call is not None
         answer = self.answers[request.request_id] = Answer(request)
         decision = decide(self.decode, prefill, request.request_id)
-        await self._call.write(
-            decode_pb2.GenerateRequest(
-                submit=decode_pb2.Submit(
-                    request=convert.request_to_pb(request),
-                    decision=convert.decision_to_pb(decision),
-                )
-            )
+        submit = decode_pb2.Submit(
+            request=convert.request_to_pb(request), decision=convert.decision_to_pb(decision)
         )
+        await self._write(decode_pb2.GenerateRequest(submit=submit))
         return answer
 
     async def run(self, request: Request, prefill: InstanceInfo | None) -> Answer:
         return await (await self.submit(request, prefill)).end()
 
     async def abort(self, answer: Answer) -> None:
-        assert self._call is not None
         abort = decode_pb2.Abort(request_id=answer.request.request_id, reason="test")
-        await self._call.write(decode_pb2.GenerateRequest(abort=abort))
+        await self._write(decode_pb2.GenerateRequest(abort=abort))
+
+    async def _write(self, message: decode_pb2.GenerateRequest) -> None:
+        assert self._call is not None
+        async with self._writing:
+            await self._call.write(message)
 
 
 async def check_integrity(info: InstanceInfo) -> instance_pb2.CheckIntegrityResponse:

@@ -85,13 +85,13 @@ class LocalWorker:
         return await asyncio.wait_for(self.task, 20)
 
 
-def local_config(**sections: object) -> ClusterConfig:
+def local_config(max_num_seqs: int = 8, **sections: object) -> ClusterConfig:
     """Small pools of blocks of four tokens over the local connector."""
     engine = {
         "block_size": 4,
         "num_blocks": 65,
         "max_num_batched_tokens": 16,
-        "max_num_seqs": 8,
+        "max_num_seqs": max_num_seqs,
         "watermark": 0.0,
     }
     pool = {"engine": engine}

@@ -29,6 +29,12 @@ def test_noise_never_makes_a_cost_negative() -> None:
         assert model.prefill_ms(512) > model.prefill_ms(1) > 0
 
 
+def test_one_size_alone_is_a_rate_for_prefill_and_a_base_for_decode() -> None:
+    model = fit(_with_weights(10**12), 1.0, [(8, 80.0)], [(1, 20.0)])
+    assert model.prefill_ms(16) == pytest.approx(160.0, rel=1e-3)
+    assert model.decode_step_ms(16, 0) == pytest.approx(20.0, rel=1e-3)
+
+
 def test_the_best_time_at_each_size_counts() -> None:
     noisy = [(8, 90.0), (8, 9.0), (64, 37.0), (64, 370.0)]
     model = fit(_with_weights(10**12), 1.0, noisy, [(1, 1.0), (4, 2.0)])
