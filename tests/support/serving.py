@@ -22,8 +22,11 @@ import httpx
 from isthmus.common.clock import SystemClock
 from isthmus.common.cluster import InstanceInfo, Role
 from isthmus.common.config import ClusterConfig, EngineConfig, ModelConfig
+from isthmus.common.model_files import locate_model
 from isthmus.common.registry.embedded import RegistryServer
 from isthmus.engine.core import EngineCore
+from isthmus.gateway.detokenizer import Detokenizer
+from isthmus.gateway.tokenizer import load_tokenizer
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.engine_driver import Driver, make_request
@@ -34,7 +37,6 @@ from tests.support.tiny_tokenizer import build_tiny_backend, write_tiny_model
 from tests.support.worker_process import ChildProcess, WorkerCluster, WorkerProcess
 
 MODEL = "tiny"
-LONG = 1_200  # tokens of a prompt that takes many chunks: time enough for something to happen in it
 START_S = 100.0
 REQUEST_S = 60.0
 POLL_S = 0.02
@@ -75,6 +77,7 @@ class Oracle:
         path = ModelConfig(path=str(model), dtype="float32")
         self._core = EngineCore.build(path, config, SystemClock())
         self._driver = Driver(self._core)
+        self._tokenizer = load_tokenizer(locate_model(str(model)))
         self._known: dict[str, list[int]] = {}
 
     def tokens(self, prompt: Sequence[int], **sampling: Any) -> list[int]:
@@ -84,6 +87,10 @@ class Oracle:
             self._core.add(make_request(name, tuple(prompt), **sampling))
             self._known[key] = self._driver.run()[name].token_ids
         return self._known[key]
+
+    def text(self, prompt: Sequence[int], tokens: Sequence[int]) -> str:
+        """What a client reads for these tokens, all at once."""
+        return Detokenizer(self._tokenizer, prompt).push(tokens)
 
     def close(self) -> None:
         self._core.close()
@@ -103,13 +110,13 @@ class Answer:
         """The stream's own end mark has come."""
         self.broken = ""
         """What cut the connection, when something did."""
-        self._body = body
+        self.body = body
         self._client = client
         self._task = asyncio.create_task(self._read())
 
     async def _read(self) -> None:
         try:
-            async with self._client.stream("POST", "/v1/completions", json=self._body) as response:
+            async with self._client.stream("POST", "/v1/completions", json=self.body) as response:
                 self.status, self.headers = response.status_code, response.headers
                 if response.status_code != 200:
                     self.error = json.loads(await response.aread())["error"]
@@ -256,6 +263,20 @@ class Serving:
 
     async def ask(self, prompt: Sequence[int], **fields: Any) -> Answer:
         return await self.submit(prompt, **fields).end()
+
+    def expected(self, answer: Answer) -> list[int]:
+        """What an undisturbed engine answers to the same request."""
+        own = ("model", "prompt", "ignore_eos", "return_token_ids", "stream")
+        sampling = {name: value for name, value in answer.body.items() if name not in own}
+        return self.oracle.tokens(answer.body["prompt"], **sampling)
+
+    def check(self, answer: Answer) -> None:
+        """The client got all of the right answer, once, and was told that this was all."""
+        expected = self.expected(answer)
+        assert (answer.status, answer.error, answer.broken) == (200, None, "")
+        assert answer.token_ids == expected
+        assert (answer.finish_reason, answer.is_done) == ("length", True)
+        assert answer.text == self.oracle.text(answer.body["prompt"], expected)
 
     async def busy(self, *instance_ids: str) -> str:
         """The one of these instances that has a request before its first token here."""
