@@ -9,7 +9,6 @@ from typing import TypeVar
 
 import grpc.aio
 from isthmus.common.cluster import InstanceInfo, LoadReport, Role
-from isthmus.common.errors import IsthmusError
 from isthmus.common.rpc import create_channel, error_from_rpc
 from isthmus.protos.convert import info_from_pb, load_from_pb, role_from_pb, role_to_pb
 from isthmus.protos.v1 import control_pb2, control_pb2_grpc, instance_pb2, instance_pb2_grpc
@@ -103,8 +102,3 @@ async def _call(call: Awaitable[_T], peer: str) -> _T:
         return await call
     except grpc.aio.AioRpcError as error:
         raise error_from_rpc(error, peer=peer, stage="control") from error
-
-
-def is_gone(error: IsthmusError) -> bool:
-    """Whether an error means that nobody listens there any more."""
-    return error.code in ("instance_lost", "deadline_exceeded")

@@ -1,4 +1,4 @@
-"""Generates the reference pages of docs/operations from the code, or says whether they are stale."""
+"""Generates the reference pages of docs/operations, or says whether they are stale."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def configuration_page() -> str:
         "",
         "One tree. Sources, later wins: the defaults below, a YAML file (`isthmus up FILE`),",
         "environment variables (`ISTHMUS_GATEWAY__PORT=9000` sets `gateway.port`), flags and",
-        "`--set gateway.port=9000`. `isthmus config check FILE` prints the effective tree; an unknown",
-        "key is an error that names the nearest known one.",
+        "`--set gateway.port=9000`. `isthmus config check FILE` prints the effective tree; a key",
+        "that is not known is an error that names the nearest known one.",
         "",
         "| key | type | default | meaning |",
         "| --- | --- | --- | --- |",

