@@ -8,7 +8,7 @@ registry for too long is hung or cut off: it is ended, and its supervisor starts
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 
 from isthmus.common.clock import NS_PER_MS, Clock
 from isthmus.common.cluster import Role
@@ -43,10 +43,6 @@ class Reconciler:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._unseen_since_ns: dict[str, int] = {}
         self._lock = asyncio.Lock()
-
-    @property
-    def desired(self) -> Mapping[Role, int]:
-        return self._desired
 
     async def scale(self, role: Role, replicas: int) -> int:
         """Sets the wanted number of one role and returns the old one."""
@@ -89,10 +85,6 @@ class Reconciler:
     async def stop_all(self) -> None:
         async with self._lock:
             await asyncio.gather(*(self._stop(name) for name in list(self.processes)))
-
-    def kill_all(self) -> None:
-        for process in self.processes.values():
-            process.kill()
 
     def _start(self, name: str, role: Role) -> None:
         cpus = self._cpus.get(name, ())  # one that was added later is not pinned

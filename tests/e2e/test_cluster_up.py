@@ -189,7 +189,7 @@ def test_detached_cluster_is_stopped_by_down(place: Place) -> None:
         "up", "--detach", "--mixed", "1", "--actuator", "process", "--port", "0", "-o", "json",
         "--kv-cache-gib", "0.1",
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
     assert '"mixed-0"' in done.stdout
     message = place.isthmus("chat", "-m", "Hi", "--max-tokens", "2", "-o", "json")
     assert message.returncode == 0, message.stderr
