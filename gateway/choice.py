@@ -26,6 +26,7 @@ from isthmus.common.state_machine import Transitions
 from isthmus.common.timeline import Event, Timeline
 from isthmus.common.types import (
     FinishReason,
+    InstanceRef,
     LocalPrefillReason,
     Request,
     RouteDecision,
@@ -106,7 +107,7 @@ class Choice:
         self._sampling = _sampling_of(plan, prompt, index)
         self._services = services
         self._owner = owner
-        self._excluded: set[InstanceId] = set()
+        self._excluded: set[InstanceRef] = set()
         self._delivered: list[int] = []
         self._text = OutputText(
             services.tokenizer, prompt.token_ids, plan.stop_strings, self._sampling
@@ -294,7 +295,7 @@ class Choice:
             plan=self._plan,
             prompt=self.prompt,
             num_resumed_tokens=len(self._delivered),
-            exclude=frozenset(self._excluded),
+            exclude=self._services.router.still_there(self._excluded),
             prefer_decode=prefer_decode,
             needs_whole_prompt=self._sampling.prompt_logprobs is not None,
         )
@@ -310,8 +311,8 @@ class Choice:
                 self._services.router.report_failed(last, error, failed)
             self._fail(error)
             return
-        if failed:
-            self._excluded.add(failed)
+        legs = (last.decode, last.prefill)
+        self._excluded.update(leg for leg in legs if leg and leg.instance_id == failed)
         reason = "resume" if self._delivered else "retry"
         metrics.RETRIES.labels(reason=reason).inc()
         try:

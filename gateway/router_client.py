@@ -6,7 +6,7 @@ for the hashes, the longest sequence, who is there. All synchronous and CPU only
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from isthmus.common.cluster import InstanceInfo, InstanceState, Role
@@ -91,6 +91,11 @@ class RouterClient:
 
     def instances(self) -> list[InstanceInfo]:
         return [view.info for view in self._router.cluster]
+
+    def still_there(self, refs: Iterable[InstanceRef]) -> frozenset[InstanceId]:
+        """Those of these that have not restarted since: whoever has is a new instance."""
+        now = {info.ref for info in self.instances()}
+        return frozenset(ref.instance_id for ref in refs if ref in now)
 
     def decode_refs(self) -> list[InstanceRef]:
         """Instances to which a stream must be open."""

@@ -21,10 +21,16 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 DONE = b"data: [DONE]\n\n"
+# Line breaks to Unicode but not to SSE. Clients that split by the former would cut an event in two.
+_FOREIGN_BREAKS = {mark.encode(): b"\\u%04x" % ord(mark) for mark in "\x85\u2028\u2029"}
 
 
 def frame(payload: Mapping[str, Any]) -> bytes:
-    return b"data: " + orjson.dumps(payload) + b"\n\n"
+    data = orjson.dumps(payload)
+    if not data.isascii():
+        for mark, escaped in _FOREIGN_BREAKS.items():
+            data = data.replace(mark, escaped)
+    return b"data: " + data + b"\n\n"
 
 
 @asynccontextmanager
