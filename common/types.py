@@ -7,6 +7,9 @@ from enum import Enum
 
 from isthmus.common.ids import DecisionId, InstanceId, RequestId
 
+# Beyond it, a logit times or over the penalty may leave the range of float32.
+REPETITION_PENALTY_RANGE = (0.01, 100.0)
+
 
 class FinishReason(Enum):
     STOP = "stop"

@@ -6,8 +6,10 @@ fail, so it is refused here, where it harms nobody else.
 
 from __future__ import annotations
 
+import math
+
 from isthmus.common.errors import ContextLengthError, InvalidRequestError
-from isthmus.common.types import Request
+from isthmus.common.types import REPETITION_PENALTY_RANGE, Request, SamplingParams
 
 
 def check_request(request: Request, max_model_len: int, vocab_size: int) -> None:
@@ -37,7 +39,20 @@ def check_request(request: Request, max_model_len: int, vocab_size: int) -> None
             stage="admit",
             param="max_tokens",
         )
-    if sampling.temperature < 0 or sampling.repetition_penalty <= 0:
-        raise InvalidRequestError(
-            "temperature must not be negative, repetition_penalty must be positive", stage="admit"
-        )
+    _check_numbers(sampling)
+
+
+def _check_numbers(sampling: SamplingParams) -> None:
+    """A NaN fails every comparison, so each test states what is allowed."""
+    least, most = REPETITION_PENALTY_RANGE
+    if not 0 <= sampling.temperature < math.inf:
+        message, param = "temperature must be a finite number from 0 on", "temperature"
+    elif not least <= sampling.repetition_penalty <= most:
+        message, param = f"repetition_penalty must be in [{least}, {most}]", "repetition_penalty"
+    elif not all(math.isfinite(bias) for _, bias in sampling.logit_bias):
+        message, param = "logit_bias must be finite", "logit_bias"
+    elif not math.isfinite(sampling.presence_penalty + sampling.frequency_penalty):
+        message, param = "penalties must be finite", "presence_penalty"
+    else:
+        return
+    raise InvalidRequestError(message, stage="admit", param=param)

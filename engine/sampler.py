@@ -27,6 +27,9 @@ from numpy.typing import NDArray
 Logits = NDArray[np.float32]  # [V]
 _NUCLEUS_HEADS = (256, 4096)  # how many of the likeliest tokens to sort before sorting all
 _CDF_BLOCK = 256
+# Normal float32 numbers: a temperature outside would become 0 or infinite, and 0 ÷ 0 is no weight.
+_LEAST_TEMPERATURE = float(np.finfo(np.float32).tiny)
+_MOST_TEMPERATURE = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +125,7 @@ def _draws(sequences: list[Sequence]) -> dict[Sequence, float]:
 def _sample_row(logits: Logits, sequence: Sequence, draw: float) -> Sampled:
     sampling = sequence.request.sampling
     logits = _adjusted(logits, sequence)
-    if logits.max() == -np.inf:  # every token is masked
+    if not np.isfinite(logits.max()):  # all masked, or an adjustment left the range of float32
         return _unusable(sequence)
     greedy = sampling.is_greedy
     token_id = int(logits.argmax()) if greedy else draw_token(logits, sampling, draw)
@@ -162,8 +165,9 @@ def _adjusted(logits: Logits, sequence: Sequence) -> Logits:
 
 def draw_token(logits: Logits, sampling: SamplingParams, draw: float) -> int:
     """The token at ``draw`` ∈ [0, 1) of the filtered distribution."""
+    temperature = np.float32(min(max(sampling.temperature, _LEAST_TEMPERATURE), _MOST_TEMPERATURE))
     with np.errstate(over="ignore"):  # a tiny temperature makes −inf, which is weight 0
-        scaled = (logits - logits.max()) / np.float32(sampling.temperature)
+        scaled = (logits - logits.max()) / temperature
     weights = np.exp(scaled)  # unnormalised, the largest is 1
     kept = _filtered(weights, sampling)
     if kept is None:

@@ -234,9 +234,5 @@ class Pipeline:
         )
 
     def _logit_bias(self, bias: dict[str, float]) -> tuple[tuple[int, float], ...]:
-        for name in bias:
-            if not name.isascii() or not name.isdigit():
-                message = f"logit_bias: {name!r} is not a token id"
-                raise InvalidRequestError(message, param="logit_bias", stage="validate")
         self.tokenizer.check_ids([int(name) for name in bias], "logit_bias")
         return tuple((int(name), value) for name, value in bias.items())

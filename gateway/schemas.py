@@ -7,16 +7,30 @@ means the default.
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 import orjson
 from isthmus.common.errors import InvalidRequestError, UnsupportedParameterError
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from isthmus.common.types import REPETITION_PENALTY_RANGE
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 MAX_CHOICES = 128
 MAX_STOPS = 16
 MAX_LOGPROBS = 20
+MAX_FIELDS = 256
+MAX_MESSAGES = 16_384
+MAX_LOGIT_BIAS = 65_536
+MAX_TOKEN_ID_DIGITS = 10
 _UNSET: tuple[Any, ...] = (None, [], {}, False)
 # Known parameters that are not supported → values that ask for nothing and are accepted.
 _REFUSED: dict[str, tuple[Any, ...]] = {
@@ -58,6 +72,12 @@ class Body(BaseModel):
         extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=()
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _not_too_many(cls, data: Any) -> Any:
+        """A body may hold millions of items, all wrong: describing each would take minutes."""
+        return _at_most(MAX_FIELDS, data) if isinstance(data, dict) else data
+
 
 class StreamOptions(Body):
     include_usage: bool = False
@@ -74,15 +94,15 @@ class GenerationBody(Body):
     max_tokens: int | None = Field(None, ge=0)
     min_tokens: int | None = Field(None, ge=0)
     stop: tuple[str | Token, ...] | None = Field(None, max_length=MAX_STOPS)
-    stop_token_ids: tuple[Token, ...] | None = None
+    stop_token_ids: tuple[Token, ...] | None = Field(None, fail_fast=True)
     ignore_eos: bool | None = None
     temperature: float | None = Field(None, ge=0)
     top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1)
+    top_k: int | None = Field(None, ge=-1, lt=2**31)
     min_p: float | None = Field(None, ge=0, le=1)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    repetition_penalty: float | None = Field(None, gt=0, le=10)
+    repetition_penalty: float | None = Field(None, ge=REPETITION_PENALTY_RANGE[0], le=10)
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
     seed: int | None = None
     priority: int | None = Field(None, ge=-(2**31), lt=2**31)
@@ -97,13 +117,22 @@ class GenerationBody(Body):
     @field_validator("stop", mode="before")
     @classmethod
     def _one_or_many(cls, value: Any) -> Any:
-        return [value] if isinstance(value, str | int) else value
+        return [value] if isinstance(value, str | int) else _at_most(MAX_STOPS, value)
 
     @field_validator("stop")
     @classmethod
     def _no_empty_stop(cls, value: tuple[str | int, ...] | None) -> tuple[str | int, ...] | None:
         if value and "" in value:
             raise ValueError("a stop string may not be empty")
+        return value
+
+    @field_validator("logit_bias", mode="before")
+    @classmethod
+    def _bias_by_token_id(cls, value: Any) -> Any:
+        """Bounds the digits too: Python refuses to read a number of thousands of them."""
+        for name in _at_most(MAX_LOGIT_BIAS, value) if isinstance(value, dict) else ():
+            if not (name.isascii() and name.isdigit() and len(name) <= MAX_TOKEN_ID_DIGITS):
+                raise ValueError(f"{_short(name)} is not a token id")
         return value
 
     @model_validator(mode="after")
@@ -143,10 +172,10 @@ class ChatMessage(Body):
         """Text parts joined by line breaks; other parts are refused by their type."""
         if not isinstance(value, list):
             return value
-        for part in value:
+        for part in _at_most(MAX_MESSAGES, value):
             kind = part.get("type") if isinstance(part, dict) else None
             if kind != "text":
-                message = f"content parts of type {kind!r} are not supported"
+                message = f"content parts of type {_short(kind)} are not supported"
                 raise UnsupportedParameterError(message, param="messages", stage="validate")
         return "\n".join(TextPart.model_validate(part).text for part in value)
 
@@ -163,8 +192,11 @@ class ChatMessage(Body):
         return fields
 
 
+_NOT_TOO_MANY = BeforeValidator(lambda value: _at_most(MAX_MESSAGES, value))
+
+
 class ChatBody(GenerationBody):
-    messages: tuple[ChatMessage, ...] = Field(min_length=1)
+    messages: Annotated[tuple[ChatMessage, ...], Field(min_length=1, fail_fast=True), _NOT_TOO_MANY]
     max_completion_tokens: int | None = Field(None, ge=1)
     max_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
@@ -213,7 +245,7 @@ class CompletionBody(GenerationBody):
 class TokenizeBody(Body):
     model: str | None = None
     prompt: str | None = None
-    messages: tuple[ChatMessage, ...] | None = None
+    messages: Annotated[tuple[ChatMessage, ...] | None, Field(fail_fast=True), _NOT_TOO_MANY] = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
@@ -229,7 +261,7 @@ class TokenizeBody(Body):
 
 class DetokenizeBody(Body):
     model: str | None = None
-    tokens: tuple[Token, ...]
+    tokens: tuple[Token, ...] = Field(fail_fast=True)
     skip_special_tokens: bool = False
 
 
@@ -297,6 +329,18 @@ def _first_problem(error: ValidationError) -> InvalidRequestError:
     return InvalidRequestError(message, param=path or None, stage="validate")
 
 
+def _at_most(count: int, value: Any) -> Any:
+    """Checked before the items are: Pydantic looks at each of them first."""
+    if isinstance(value, list | dict) and len(value) > count:
+        raise ValueError(f"has {len(value)} items, at most {count} are allowed")
+    return value
+
+
+_REPR = reprlib.Repr()
+_REPR.maxlevel, _REPR.maxstring, _REPR.maxother = 4, 80, 80
+
+
 def _short(value: object, limit: int = 80) -> str:
-    text = repr(value)
+    """Of a value of any size and depth, at the cost of the part that is shown."""
+    text = _REPR.repr(value)
     return text if len(text) <= limit else f"{text[:limit]}…"

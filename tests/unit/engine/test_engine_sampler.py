@@ -251,3 +251,28 @@ def test_row_without_a_usable_number_is_an_error_of_that_row_alone(
     broken, fine = sample(torch.from_numpy(rows), step_of(*sequences))
     assert isinstance(broken, InternalError)
     assert fine == SampledToken(int(rows[1].argmax()))
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-300, 1e-40, 1e300])
+@pytest.mark.parametrize("min_tokens", [0, 2])
+def test_any_positive_temperature_gives_a_token(temperature: float, min_tokens: int) -> None:
+    """float32 would make it 0 or infinite, and 0 ÷ 0 or ∞ ÷ ∞ is no weight."""
+    sequence = make_sequence(
+        temperature=temperature, min_tokens=min_tokens, stop_token_ids=(3,), max_tokens=8
+    )
+    logits = make_logits()
+    token_id = sample_one(logits, sequence)
+    assert 0 <= token_id < VOCAB_SIZE
+    assert not (min_tokens and token_id == 3)
+    if temperature < 1e-30:
+        assert token_id == int(logits.argmax())
+
+
+def test_adjustments_that_leave_the_range_of_float32_fail_their_own_row() -> None:
+    logits = np.stack([np.full(VOCAB_SIZE, 3e38, dtype=np.float32), make_logits()])
+    harmful = make_sequence(temperature=1.0, repetition_penalty=0.01)
+    plain = make_sequence(temperature=0.0)
+    with np.errstate(over="ignore"):
+        first, second = sample(torch.from_numpy(logits), step_of(harmful, plain))
+    assert isinstance(first, InternalError)
+    assert isinstance(second, SampledToken)

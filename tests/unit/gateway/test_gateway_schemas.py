@@ -8,7 +8,17 @@ from typing import Any
 
 import pytest
 from isthmus.common.errors import InvalidRequestError, UnsupportedParameterError
-from isthmus.gateway.schemas import ChatBody, CompletionBody, parse_body
+from isthmus.gateway.schemas import (
+    MAX_FIELDS,
+    MAX_LOGIT_BIAS,
+    MAX_MESSAGES,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeBody,
+    parse_body,
+)
+from pydantic import BaseModel, ValidationError
 
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
 TEXT: dict[str, Any] = {"model": "m", "prompt": "x"}
@@ -138,3 +148,67 @@ def test_text_parts_become_one_text_and_others_are_refused() -> None:
     assert chat(messages=[{"role": "user", "content": parts}]).messages[0].content == "a\nb"
     with pytest.raises(UnsupportedParameterError, match="image_url"):
         chat(messages=[{"role": "user", "content": [{"type": "image_url"}]}])
+
+
+def _nested(depth: int) -> list[Any]:
+    value: list[Any] = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    "name", ["prompt", "n", "tools", "stop", "response_format", "logit_bias", "temperature"]
+)
+def test_deep_nesting_is_refused_by_name_like_any_wrong_value(name: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        completion(**{name: _nested(900)})
+    assert (caught.value.param or "").startswith(name)
+
+
+def test_deep_nesting_within_messages_is_refused() -> None:
+    for content in (_nested(900), [{"type": _nested(900)}]):
+        with pytest.raises(InvalidRequestError):
+            chat(messages=[{"role": "user", "content": content}])
+    with pytest.raises(InvalidRequestError):
+        chat(messages=_nested(900))
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"top_k": 2**63},
+        {"top_k": 1e30},
+        {"repetition_penalty": 1e-300},
+        {"logit_bias": {"9" * 5000: 1}},
+        {"logit_bias": {"-1": 1}},
+        {"logit_bias": {str(i): 1 for i in range(MAX_LOGIT_BIAS + 1)}},
+    ],
+)
+def test_numbers_beyond_what_the_engine_can_take_are_refused(extra: dict[str, object]) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        completion(**extra)
+    assert caught.value.param in extra
+
+
+@pytest.mark.parametrize(
+    ("model", "body"),
+    [
+        (ChatBody, {"model": "m", "messages": [1] * MAX_MESSAGES}),
+        (ChatBody, {"model": "m", "messages": [CHAT["messages"][0]] * (MAX_MESSAGES + 1)}),
+        (TokenizeBody, {"messages": [{}] * MAX_MESSAGES}),
+        (DetokenizeBody, {"tokens": ["a"] * 100_000}),
+        (CompletionBody, TEXT | {"stop": [{}] * 100_000}),
+        (CompletionBody, TEXT | {"stop_token_ids": ["a"] * 100_000}),
+        (CompletionBody, TEXT | {f"x{i}": 0 for i in range(MAX_FIELDS)}),
+    ],
+)
+def test_only_the_first_of_many_problems_is_described(
+    model: type[BaseModel], body: dict[str, object]
+) -> None:
+    """Describing each of millions would hold up the event loop for minutes."""
+    with pytest.raises(InvalidRequestError) as caught:
+        parse_body(model, json.dumps(body).encode())
+    cause = caught.value.__cause__
+    assert isinstance(cause, ValidationError)
+    assert cause.error_count() <= 2  # of the item, and of the list that then has none
