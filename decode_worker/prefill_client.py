@@ -7,7 +7,8 @@ that one instead of making their own.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import grpc.aio
@@ -76,6 +77,15 @@ class PrefillClient:
                 self._close_later(peer)
             peer = self._peers[ref.instance_id] = _Peer(ref, create_channel(ref.address))
         return peer.channel
+
+    @asynccontextmanager
+    async def _channel_of_any_epoch(self, ref: InstanceRef) -> AsyncIterator[grpc.aio.Channel]:
+        """To settle what is left of an epoch, also when it has been replaced."""
+        if not self._is_outdated(ref):
+            yield self._channel(ref)
+            return
+        async with create_channel(ref.address) as channel:
+            yield channel
 
     def _is_outdated(self, ref: InstanceRef) -> bool:
         """True when a newer epoch of the instance is known: that process has been replaced."""
@@ -149,12 +159,11 @@ class PrefillClient:
 
     async def abort(self, ref: InstanceRef, transfer_id: TransferId) -> bool:
         """Ends a transfer at its sender. True: it says that nothing of it can land any more."""
-        if self._is_outdated(ref):
-            return False
-        stub = prefill_pb2_grpc.PrefillServiceStub(self._channel(ref))
         message = prefill_pb2.AbortRequest(transfer_id=transfer_id, reason="decode ended it")
         try:
-            reply = await stub.Abort(message, timeout=_ABORT_TIMEOUT_S)
+            async with self._channel_of_any_epoch(ref) as channel:
+                stub = prefill_pb2_grpc.PrefillServiceStub(channel)
+                reply = await stub.Abort(message, timeout=_ABORT_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
             log.debug("abort unanswered", peer=ref.instance_id, problem=error.details())
             return False
@@ -162,9 +171,9 @@ class PrefillClient:
 
     async def is_gone(self, ref: InstanceRef) -> bool:
         """True is a proof that the process behind this epoch has ended: nobody listens at its
-        address, or somebody of another epoch does. A process that is only stopped still listens."""
-        if self._is_outdated(ref):
-            return True
+        address, or somebody of another epoch does. A process that is only stopped still listens,
+        and that a newer epoch exists proves nothing: it may have been started beside a stopped one.
+        """
         host, _, port = ref.address.rpartition(":")
         try:
             async with asyncio.timeout(_PROBE_TIMEOUT_S):
@@ -174,9 +183,10 @@ class PrefillClient:
             return True
         except (OSError, TimeoutError):
             return False
-        stub = instance_pb2_grpc.InstanceServiceStub(self._channel(ref))
         try:
-            reply = await stub.GetInfo(instance_pb2.GetInfoRequest(), timeout=_PROBE_TIMEOUT_S)
+            async with self._channel_of_any_epoch(ref) as channel:
+                stub = instance_pb2_grpc.InstanceServiceStub(channel)
+                reply = await stub.GetInfo(instance_pb2.GetInfoRequest(), timeout=_PROBE_TIMEOUT_S)
         except grpc.aio.AioRpcError:
             return False
         info = info_from_pb(reply.info)

@@ -15,7 +15,7 @@ from isthmus.common.errors import IsthmusError, OutOfBlocksError
 from isthmus.common.ids import RequestId
 from isthmus.common.logging import get_logger
 from isthmus.common.types import InstanceRef, Request
-from isthmus.decode_worker.prefill_client import PrefillClient
+from isthmus.decode_worker.prefill_client import PrefillClient, lost
 from isthmus.engine.types import Reservation
 from isthmus.kvtransfer.receive_session import ReceiveSession
 from isthmus.worker.load_reporter import OutsideLoad
@@ -137,6 +137,7 @@ class Reservations:
                 session.peer_quiesced()
             elif await self._prefill.is_gone(source):
                 log.warning("prefill instance is gone", instance=source.instance_id)
+                session.peer_gone(lost(source, "its process has ended"), is_gone=True)
                 if self._runtime.transfers.knows(source):
                     await self._runtime.transfers.forget(source.instance_id, is_gone=True)
             if await session.quiesced(probe_s):

@@ -75,7 +75,8 @@ class PeerTable:
                 stage="transfer",
                 instance_id=ref.instance_id,
             )
-            await self._drop(ref.instance_id, replaced, is_gone=True)
+            # No proof that the older process has ended: a stopped one may yet wake up and write.
+            await self._drop(ref.instance_id, replaced, is_gone=False)
             peer = Peer(ref, rank, await self._add(ref, rank))
             self._by_id[ref.instance_id] = self._by_name[peer.name] = peer
             self._newest[ref.instance_id] = ref

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 from isthmus.common.clock import VirtualClock
-from isthmus.common.errors import ContextLengthError, OutOfBlocksError
+from isthmus.common.errors import ContextLengthError, IsthmusError, OutOfBlocksError
 from isthmus.common.ids import InstanceId, TransferId
 from isthmus.common.types import InstanceRef
 from isthmus.decode_worker.reservations import Reservations
@@ -54,6 +54,10 @@ class FakeSession:
         self.is_cancelled = True
 
     def peer_quiesced(self) -> None:
+        self.quiet.set()
+
+    def peer_gone(self, error: IsthmusError, is_gone: bool) -> None:
+        assert is_gone
         self.quiet.set()
 
     async def quiesced(self, timeout_s: float) -> bool:

@@ -8,6 +8,7 @@ import pytest
 from isthmus.common.errors import (
     CancelledError,
     InstanceLostError,
+    StaleEpochError,
     TransferError,
     TransferTimeoutError,
 )
@@ -22,7 +23,7 @@ from isthmus.kvtransfer.receive_session import (
 )
 from isthmus.kvtransfer.send_session import SEND_TRANSITIONS, SendState
 
-from tests.support.transfer_pair import LAYOUT, TransferPair, blocks, transfer_pair
+from tests.support.transfer_pair import LAYOUT, TransferEnd, TransferPair, blocks, transfer_pair
 
 pytestmark = pytest.mark.asyncio
 
@@ -439,6 +440,19 @@ async def test_lost_peer_whose_process_is_gone_rests_at_once() -> None:
         assert not receive.is_quiescent
         await pair.rest(400)
         assert receive.proof is Proof.QUARANTINE_PASSED
+
+
+async def test_a_newer_epoch_is_no_proof_that_the_older_one_writes_no_more() -> None:
+    async with transfer_pair() as pair:
+        _, receive = pair.open([0])
+        reborn = TransferEnd("prefill-0", 2, pair.fabric, pair.clock)
+        await pair.decode.manager.answer(reborn.manager.offer())
+        await ended_with(receive, StaleEpochError)
+        await pair.rest(900)
+        assert not receive.is_quiescent
+        await pair.rest(500)
+        assert receive.proof is Proof.QUARANTINE_PASSED
+        await reborn.manager.close()
 
 
 async def test_confirmation_before_the_end_frees_the_blocks_at_the_end() -> None:
