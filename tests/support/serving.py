@@ -226,6 +226,10 @@ class Serving:
                     await self.restart(instance_id)
             await asyncio.sleep(POLL_S)
 
+    async def wait_restarts(self, count: int) -> None:
+        """Until the supervisor has brought so many workers back."""
+        await poll_until(lambda: self.num_restarts >= count, START_S)
+
     async def wait_serving(self) -> None:
         """Until the gateway is ready and counts every living worker, and no dead one."""
         ends = time.monotonic() + START_S
@@ -325,18 +329,19 @@ class Metrics:
 
 
 class Moved:
-    """How far the gateway's counters have moved since ``mark``."""
+    """How far the counters of the gateway, or of an instance, have moved since ``mark``."""
 
-    def __init__(self, serving: Serving, before: Metrics) -> None:
+    def __init__(self, serving: Serving, instance_id: str, before: Metrics) -> None:
         self._serving = serving
+        self._instance_id = instance_id
         self._before = before
 
     @classmethod
-    async def mark(cls, serving: Serving) -> Moved:
-        return cls(serving, await serving.metrics())
+    async def mark(cls, serving: Serving, instance_id: str = "") -> Moved:
+        return cls(serving, instance_id, await serving.metrics(instance_id))
 
     async def by(self, name: str, **labels: str) -> float:
-        now = await self._serving.metrics()
+        now = await self._serving.metrics(self._instance_id)
         return now.get(name, **labels) - self._before.get(name, **labels)
 
 
