@@ -32,7 +32,7 @@ class ModelConfig(Node):
 
 
 class EngineConfig(Node):
-    block_size: int = Field(16, description="tokens per KV block")
+    block_size: int = Field(16, ge=1, description="tokens per KV block")
     num_blocks: int = Field(0, ge=0, description="KV blocks; 0 = as many as kv_cache_gib holds")
     kv_cache_gib: float = Field(1.0, gt=0, description="memory for KV blocks of one instance")
     max_num_batched_tokens: int = Field(512, ge=1, description="token budget of one step")
@@ -109,7 +109,11 @@ class LoggingConfig(Node):
 
 
 class ClusterConfig(Node):
-    name: str = "isthmus"
+    name: str = Field(
+        "isthmus",
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$",
+        description="of the cluster; also of its files",
+    )
     model: ModelConfig = ModelConfig()
     prefill: PoolConfig = PoolConfig(replicas=1)
     decode: PoolConfig = PoolConfig(replicas=1)

@@ -6,14 +6,23 @@ narrows the identity that its key gives it, so no tenant can name another's cach
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from isthmus.common import metrics
+from isthmus.common.clock import NS_PER_MS, NS_PER_S
 from isthmus.common.config import GatewayConfig
-from isthmus.common.errors import AuthenticationError, RateLimitedError, RequestTooLargeError
-from starlette.requests import Request
+from isthmus.common.errors import (
+    AuthenticationError,
+    CancelledError,
+    DeadlineError,
+    RateLimitedError,
+    RequestTooLargeError,
+)
+from starlette.requests import ClientDisconnect, Request
 
 _BEARER = "bearer "
 RETRY_AFTER_MS = 1_000
@@ -83,11 +92,23 @@ class InflightLimiter:
 
 
 async def read_body(request: Request, config: GatewayConfig) -> bytes:
-    """Raises RequestTooLargeError as soon as the limit is passed, before the rest arrives."""
+    """Raises RequestTooLargeError as soon as the limit is passed, before the rest arrives;
+    CancelledError when the client leaves, DeadlineError when it takes too long."""
     limit = config.max_body_bytes
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > limit:
         raise _too_large(limit)
+    try:
+        async with asyncio.timeout(config.request_timeout_ms * NS_PER_MS / NS_PER_S):
+            return await _read_at_most(request, limit)
+    except ClientDisconnect as error:
+        metrics.CANCELS.labels(stage="receive").inc()
+        raise CancelledError("the client went away", stage="receive") from error
+    except TimeoutError as error:
+        raise DeadlineError("the body did not arrive in time", stage="receive") from error
+
+
+async def _read_at_most(request: Request, limit: int) -> bytes:
     parts: list[bytes] = []
     size = 0
     async for part in request.stream():

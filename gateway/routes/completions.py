@@ -8,9 +8,8 @@ from typing import Any, TypeVar
 
 import orjson
 from fastapi import APIRouter
-from isthmus.common import metrics
-from isthmus.common.clock import NS_PER_MS, NS_PER_S
-from isthmus.common.errors import CancelledError, DeadlineError, IsthmusError
+from isthmus.common.clock import NS_PER_S
+from isthmus.common.errors import IsthmusError
 from isthmus.common.timeline import Event, Timeline
 from isthmus.common.types import LocalPrefillReason
 from isthmus.gateway.accounting import count_refused
@@ -22,7 +21,7 @@ from isthmus.gateway.pipeline import Arrival
 from isthmus.gateway.plan import GenerationPlan
 from isthmus.gateway.schemas import ChatBody, CompletionBody, GenerationBody, parse_body
 from isthmus.gateway.sse import EventStreamResponse, cancel_when_client_leaves
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 
 router = APIRouter()
@@ -60,7 +59,7 @@ async def _create(
     try:
         identity = admit(request)
         slot = gateway.limiter.acquire()
-        raw = await _read(request)
+        raw = await read_body(request, gateway.config)
         arrived_ns = gateway.clock.now_ns()
         arrival = Arrival(
             request_id=internal_id(request),
@@ -86,18 +85,6 @@ async def _create(
         token_ids=bool(body.return_token_ids),
     )
     return await _answer(request, exchange, answer, slot, streams=bool(body.stream))
-
-
-async def _read(request: Request) -> bytes:
-    config = gateway_of(request).config
-    try:
-        async with asyncio.timeout(config.request_timeout_ms * NS_PER_MS / NS_PER_S):
-            return await read_body(request, config)
-    except ClientDisconnect as error:
-        metrics.CANCELS.labels(stage="receive").inc()
-        raise CancelledError("the client went away", stage="receive") from error
-    except TimeoutError as error:
-        raise DeadlineError("the body did not arrive in time", stage="receive") from error
 
 
 async def _answer(

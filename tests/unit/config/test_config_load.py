@@ -96,3 +96,15 @@ def test_configuration_survives_the_way_to_another_process(
     }
     config = load_config(overrides=tree, environ={})
     assert ClusterConfig.model_validate_json(config.model_dump_json()) == config
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "../a", ".a", "a b", "ä", "a" * 64])
+def test_a_name_that_cannot_name_a_file_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="name"):
+        load_config(overrides={"name": name}, environ={})
+
+
+@pytest.mark.parametrize("block_size", [0, -16])
+def test_a_block_holds_at_least_one_token(block_size: int) -> None:
+    with pytest.raises(ConfigError, match="block_size"):
+        load_config(overrides={"prefill": {"engine": {"block_size": block_size}}}, environ={})

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
-from isthmus.common.errors import AuthenticationError, RateLimitedError
-from isthmus.gateway.limits import Identity, InflightLimiter, KeyRing
+from isthmus.common.config import GatewayConfig
+from isthmus.common.errors import (
+    AuthenticationError,
+    CancelledError,
+    DeadlineError,
+    RateLimitedError,
+)
+from isthmus.gateway.limits import Identity, InflightLimiter, KeyRing, read_body
+from starlette.requests import Request
+from starlette.types import Message
 
 
 def test_without_keys_everybody_is_anonymous() -> None:
@@ -46,3 +56,24 @@ def test_slots_are_given_back_once() -> None:
     slot.release()
     assert limiter.num_inflight == 0
     limiter.acquire().release()
+
+
+@pytest.mark.asyncio
+async def test_a_client_that_leaves_while_it_sends_is_a_cancel_not_a_crash() -> None:
+    async def receive() -> Message:
+        return {"type": "http.disconnect"}
+
+    request = Request({"type": "http", "headers": []}, receive)
+    with pytest.raises(CancelledError):
+        await read_body(request, GatewayConfig())
+
+
+@pytest.mark.asyncio
+async def test_a_body_that_never_arrives_ends_at_the_deadline() -> None:
+    async def receive() -> Message:
+        await asyncio.Event().wait()
+        raise AssertionError("unreachable")
+
+    request = Request({"type": "http", "headers": []}, receive)
+    with pytest.raises(DeadlineError):
+        await read_body(request, GatewayConfig(request_timeout_ms=10))
