@@ -94,11 +94,13 @@ class Scheduler:
             budget = self._schedule_chunk(entered, budget, into)
         if not decodes and not chunks:
             return None
+        # The last token of a prompt, alone in its chunk, runs like a decode but is none.
+        num_last = sum(s.num_tokens == len(s.request.token_ids) for s in decodes)
         plan = StepPlan(
             step_id=self._next_step_id,
             scheduled=(*decodes, *chunks),
-            num_prefill_tokens=self._token_budget - budget - len(decodes),
-            num_decode_tokens=len(decodes),
+            num_prefill_tokens=self._token_budget - budget - len(decodes) + num_last,
+            num_decode_tokens=len(decodes) - num_last,
             num_preempted=self._num_preempted,
         )
         self._next_step_id += 1
