@@ -33,11 +33,14 @@ class Running:
     state_dir: Path
 
     def instances(self) -> tuple[InstanceStatus, ...]:
+        return asyncio.run(self.fetch_instances())
+
+    async def fetch_instances(self) -> tuple[InstanceStatus, ...]:
         """What ``isthmus status`` shows."""
         state = find_running(self.state_dir, CLUSTER_NAME)
         if state is None:
             raise RuntimeError("the cluster is not running any more")
-        return asyncio.run(cluster_status(state.control_address)).instances
+        return (await cluster_status(state.control_address)).instances
 
     def integrity_problems(self) -> list[str]:
         """Instances whose pools are not at rest and clean, and why."""

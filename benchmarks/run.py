@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-NAMES = ("kernels", "transfer", "router", "pair", "storm", "identity")
+NAMES = ("kernels", "transfer", "router", "pair", "overhead", "storm", "identity")
 
 
 def summary(name: str) -> str:
