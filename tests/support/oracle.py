@@ -48,13 +48,18 @@ def awkward_prompts(
 
 
 def reference_tokens(
-    model_dir: Path, prompts: Sequence[Sequence[int]], max_tokens: int, dtype: str = "float32"
+    model_path: Path, prompts: Sequence[Sequence[int]], max_tokens: int, dtype: str = "float32"
 ) -> list[list[int]]:
-    """Greedy continuations by ``transformers``, end-of-sequence ignored, one prompt at a time."""
+    """Greedy continuations by ``transformers``, end-of-sequence ignored, one prompt at a time.
+
+    ``model_path`` is a directory or a .gguf file."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=getattr(torch, dtype)).eval()
+    options = {"gguf_file": model_path.name} if model_path.is_file() else {}
+    folder = model_path.parent if options else model_path
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), **options)
+    model.eval()
     outputs: list[list[int]] = []
     with torch.inference_mode():
         for prompt in prompts:

@@ -49,7 +49,7 @@ def write_serving_model(folder: Path) -> Path:
     return save(tiny_model("llama", vocab_size=vocab_size, max_position_embeddings=2048), folder)
 
 
-def serving_config(model: Path, **sections: dict[str, Any]) -> ClusterConfig:
+def serving_config(model: Path | str, **sections: dict[str, Any]) -> ClusterConfig:
     """Small chunks, short leases, and every prompt computed remotely when that is possible."""
     engine = {"num_blocks": 300, "max_num_batched_tokens": 16, "max_num_seqs": 8}
     tree: dict[str, Any] = {
@@ -162,9 +162,9 @@ class Answer:
 class Serving:
     """Use ``serving``; every worker is named ``<role>-<number>``."""
 
-    def __init__(self, cluster: WorkerCluster, oracle: Oracle) -> None:
+    def __init__(self, cluster: WorkerCluster, oracle: Oracle | None) -> None:
         self.cluster = cluster
-        self.oracle = oracle
+        self._oracle = oracle
         self.workers: dict[str, WorkerProcess] = {}
         self.num_restarts = 0
         self.url = f"http://127.0.0.1:{cluster.config.gateway.port}"
@@ -268,6 +268,11 @@ class Serving:
     async def ask(self, prompt: Sequence[int], **fields: Any) -> Answer:
         return await self.submit(prompt, **fields).end()
 
+    @property
+    def oracle(self) -> Oracle:
+        assert self._oracle is not None, "this cluster has been given none"
+        return self._oracle
+
     def expected(self, answer: Answer) -> list[int]:
         """What an undisturbed engine answers to the same request."""
         own = ("model", "prompt", "ignore_eos", "return_token_ids", "stream")
@@ -347,7 +352,7 @@ class Moved:
 
 @asynccontextmanager
 async def serving(
-    model: Path, oracle: Oracle, folder: Path, *roles: Role, **sections: dict[str, Any]
+    model: Path | str, oracle: Oracle | None, folder: Path, *roles: Role, **sections: dict[str, Any]
 ) -> AsyncIterator[Serving]:
     """A cluster with one worker for each of ``roles``, ready and known to its gateway."""
     folder.mkdir(parents=True, exist_ok=True)
