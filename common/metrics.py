@@ -20,13 +20,13 @@ REQUESTS = Counter(
 REQUESTS_INFLIGHT = Gauge("isthmus_requests_inflight", "Requests being served")
 TTFT = Histogram(
     "isthmus_ttft_seconds",
-    "Request body read → first content flushed to the client",
+    "Request body read → first content flushed (streamed) or first token received (not streamed)",
     ["slo_class"],
     buckets=_LATENCY,
 )
 TPOT = Histogram(
     "isthmus_tpot_seconds",
-    "(E2E − TTFT) / (output tokens − 1)",
+    "(Last token − first token received) / (output tokens − 1), of the longest choice",
     ["slo_class"],
     buckets=_PER_TOKEN,
 )

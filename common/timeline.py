@@ -9,6 +9,10 @@
 
 Each event is unix nanoseconds, recorded in the process where it happens and carried to the gateway
 with the stream; on several machines a stage between two machines is as exact as their clocks.
+
+TTFT is ARRIVED → FIRST_FLUSH. A streamed answer has FIRST_FLUSH when its first content is handed to
+the client's connection. An answer that is sent whole has it when its first output token reaches the
+gateway: its one write is the end, and would tell nothing of the first token.
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ class Event(Enum):
     KV_SENT = "kv_sent"  # prefill: last write confirmed
     KV_READY = "kv_ready"  # decode: every chunk has arrived
     FIRST_TOKEN = "first_token"  # decode: handed to the gateway's stream
-    FIRST_FLUSH = "first_flush"  # gateway: first content written to the client
+    FIRST_FLUSH = "first_flush"  # gateway: first content written; not streamed: first token came
     SECOND_TOKEN = "second_token"  # decode: first token of its own
     FINISHED = "finished"  # gateway: last content written
 

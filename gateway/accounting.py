@@ -59,19 +59,18 @@ class Accounting:
         if ttft_s is not None:
             metrics.TTFT.labels(slo_class=SLO_CLASS).observe(ttft_s)
         if outcome == "ok":
-            self._count_finished(ttft_s, e2e_s)
+            self._count_finished(e2e_s)
         self._log(outcome, timeline, num_output)
 
-    def _count_finished(self, ttft_s: float | None, e2e_s: float | None) -> None:
+    def _count_finished(self, e2e_s: float | None) -> None:
         exchange = self._exchange
         metrics.PROMPT_TOKENS.inc(sum(len(p.token_ids) for p in exchange.plan.prompts))
         metrics.CACHED_TOKENS.inc(num_cached_tokens(exchange))
-        if e2e_s is None:
-            return
-        metrics.E2E.labels(slo_class=SLO_CLASS).observe(e2e_s)
-        longest = max(choice.num_output_tokens for choice in exchange.choices)
-        if ttft_s is not None and longest > 1:
-            metrics.TPOT.labels(slo_class=SLO_CLASS).observe((e2e_s - ttft_s) / (longest - 1))
+        if e2e_s is not None:
+            metrics.E2E.labels(slo_class=SLO_CLASS).observe(e2e_s)
+        longest = max(exchange.choices, key=lambda choice: choice.num_output_tokens)
+        if longest.tpot_s is not None:
+            metrics.TPOT.labels(slo_class=SLO_CLASS).observe(longest.tpot_s)
 
     def _log(self, outcome: str, timeline: Timeline, num_output: int) -> None:
         exchange = self._exchange

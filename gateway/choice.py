@@ -19,7 +19,7 @@ from enum import Enum
 from typing import Literal, Protocol
 
 from isthmus.common import metrics
-from isthmus.common.clock import NS_PER_MS, NS_PER_S, Clock
+from isthmus.common.clock import NS_PER_S, Clock
 from isthmus.common.errors import InstanceLostError, IsthmusError
 from isthmus.common.ids import InstanceId, RequestId
 from isthmus.common.state_machine import Transitions
@@ -147,6 +147,14 @@ class Choice:
         return self._text.num_tokens
 
     @property
+    def tpot_s(self) -> float | None:
+        """Seconds from one token to the next as they came to the gateway; None below two tokens."""
+        gaps = len(self._delivered) - 1
+        if gaps < 1:
+            return None
+        return (self._last_token_ns - self._first_token_ns) / NS_PER_S / gaps
+
+    @property
     def has_prompt_logprobs(self) -> bool:
         return self._plan.sampling.prompt_logprobs is not None
 
@@ -231,14 +239,10 @@ class Choice:
         self._delta.finish_reason, self._delta.stop_reason = reason, stop_reason
         self._move(ChoiceState.FINISHED)
         if self.decision is not None:
-            self._services.router.report_finished(self.decision, self.local_reason, self._tpot_ms())
+            tpot_s = self.tpot_s
+            tpot_ms = None if tpot_s is None else 1000 * tpot_s
+            self._services.router.report_finished(self.decision, self.local_reason, tpot_ms)
         self._owner.on_change(self)
-
-    def _tpot_ms(self) -> float | None:
-        gaps = len(self._delivered) - 1
-        if gaps < 1:
-            return None
-        return (self._last_token_ns - self._first_token_ns) / NS_PER_MS / gaps
 
     def _first_token(self) -> None:
         self._move(ChoiceState.STREAMING)

@@ -86,9 +86,9 @@ class Exchange:
         return [(choice, choice.take()) for choice in changed.values()]
 
     def mark_flushed(self, *, has_content: bool) -> None:
-        """Call after bytes with content have been handed to the client's connection."""
+        """Call after bytes have been handed to the client's connection."""
         now_ns = self._clock.now_ns()
-        if has_content:
+        if has_content and self.plan.is_streamed:
             self.timeline.mark(Event.FIRST_FLUSH, now_ns)
         if self.is_done:
             self.timeline.mark(Event.FINISHED, now_ns)
@@ -115,6 +115,8 @@ class Exchange:
 
     # --- ChoiceOwner ----------------------------------------------------------------------------
     def on_first_token(self, choice: Choice) -> None:
+        if not self.plan.is_streamed:
+            self.timeline.mark(Event.FIRST_FLUSH, self._clock.now_ns())
         if choice.index % self.plan.num_choices == 0:
             self._fan_out(choice)
 

@@ -210,6 +210,7 @@ class Pipeline:
             tenant=arrival.identity.tenant,
             priority=body.priority or 0,
             cache_salt=salt,
+            is_streamed=bool(body.stream),
         )
 
     def _sampling(self, body: GenerationBody, logprobs: int | None) -> SamplingParams:

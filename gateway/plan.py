@@ -34,6 +34,7 @@ class GenerationPlan:
     tenant: str = ""
     priority: int = 0
     cache_salt: str = ""
+    is_streamed: bool = False
     is_echo: bool = False
     has_output: bool = True
     """False when only the echoed prompt is wanted (``max_tokens`` 0)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import time
 from collections.abc import AsyncIterator
@@ -14,6 +15,7 @@ from structlog.testing import capture_logs
 
 from tests.support.fake_decode import FakeDecode, Script
 from tests.support.gateway_server import RunningGateway, running_gateway
+from tests.support.poll import poll_until
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 
@@ -111,3 +113,31 @@ async def test_small_writes_are_not_delayed(gateway: RunningGateway) -> None:
         ]
     assert flags
     assert all(flags)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("stream", [False, True])
+async def test_time_to_first_token_is_not_the_end_of_the_answer(
+    gateway: RunningGateway, fake: FakeDecode, stream: bool
+) -> None:
+    """Three tokens with a pause behind the first: it counts as time per token, not as TTFT."""
+    gate = asyncio.Event()
+    fake.script = lambda _: Script(gateway.ids("the one two"), gate=gate, gate_at=1)
+    ttft, tpot = (m.labels(slo_class="default") for m in (metrics.TTFT, metrics.TPOT))
+    before = ttft._sum.get(), tpot._sum.get()
+    body = {"model": "tiny", "messages": MESSAGES, "stream": stream}
+    decode_client = gateway.gateway.decode_client
+    with capture_logs() as lines:
+        async with gateway.http() as client:
+            asking = asyncio.create_task(client.post("/v1/chat/completions", json=body))
+            await poll_until(lambda: bool(fake.submitted))
+            (choice,) = decode_client._streams[fake.info.instance_id]._sinks.values()
+            await poll_until(lambda: choice.num_output_tokens == 1)
+            begin = time.monotonic()
+            await poll_until(lambda: time.monotonic() - begin > 0.2)
+            gate.set()
+            await asking
+    (line,) = [line for line in lines if line["event"] == "request ended"]
+    assert line["ttft_ms"] + 200 <= line["e2e_ms"]
+    assert ttft._sum.get() - before[0] == pytest.approx(line["ttft_ms"] / 1000, abs=1e-6)
+    assert 0.1 <= tpot._sum.get() - before[1] <= line["e2e_ms"] / 1000 / 2
