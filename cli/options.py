@@ -13,7 +13,13 @@ from isthmus.common.errors import ConfigError
 from isthmus.controlplane.state_file import ClusterState, find_running, state_folder
 
 Output = Annotated[OutputFormat, typer.Option("--output", "-o", help="Form of the result.")]
-ClusterName = Annotated[str, typer.Option("--name", help="Name of the cluster.")]
+ClusterName = Annotated[
+    str, typer.Option("--name", envvar="ISTHMUS_NAME", help="Name of the cluster.")
+]
+StateDir = Annotated[
+    Path | None,
+    typer.Option("--state-dir", help="Folder of the cluster's state, else $ISTHMUS_STATE_DIR."),
+]
 DEFAULT_CLUSTER = "isthmus"
 
 
@@ -48,12 +54,15 @@ def set_path(tree: dict[str, Any], path: str, value: object) -> None:
     node[last] = value
 
 
-def running_cluster(name: str, state_dir: Path | None = None) -> ClusterState:
-    """The running cluster of that name. Raises ConfigError when there is none."""
+def running_cluster(name: str, state_dir: Path | None) -> ClusterState:
+    """The running cluster of that name. Raises ConfigError when there is none in that folder."""
     overrides = {"state_dir": str(state_dir)} if state_dir else {}
     folder = state_folder(load_config(overrides=overrides))
     state = find_running(folder, name)
     if state is None:
-        message = f"no cluster named {name} is running on this machine; start one with `isthmus up`"
+        message = (
+            f"no cluster named {name} is running on this machine, going by {folder} (--state-dir "
+            "names another folder); start one with `isthmus up`"
+        )
         raise ConfigError(message, stage="control")
     return state

@@ -128,6 +128,12 @@ class ClusterConfig(Node):
     state_dir: str = Field("", description="run-time state; default: the user's state folder")
 
 
+# Others of one level are not part of the tree: processes pass things to each other in some.
+_TOP_TEXTS = frozenset(
+    name for name, field in ClusterConfig.model_fields.items() if field.annotation is str
+)
+
+
 def load_config(
     file: Path | None = None,
     overrides: Mapping[str, Any] | None = None,
@@ -167,7 +173,11 @@ def _from_environ(environ: Mapping[str, str]) -> dict[str, Any]:
     tree: dict[str, Any] = {}
     for name, value in environ.items():
         keys = name.removeprefix(ENV_PREFIX).lower().split("__")
-        if not name.startswith(ENV_PREFIX) or len(keys) < 2:  # one level: not part of the tree
+        if not name.startswith(ENV_PREFIX):
+            continue
+        if len(keys) == 1:
+            if keys[0] in _TOP_TEXTS and value:
+                tree[keys[0]] = value
             continue
         node = tree
         for key in keys[:-1]:

@@ -274,6 +274,7 @@ class Cluster:
             model=self.model,
             pid=os.getpid(),
             log_dir=str(log_folder(self._config)),
+            state_dir=str(state_folder(self._config)),
             seconds=(self._clock.monotonic_ns() - self._started_ns) / NS_PER_S,
             instances=tuple(
                 ReadyInstance(

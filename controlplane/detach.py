@@ -48,7 +48,7 @@ def start_detached(config: ClusterConfig, report: Report) -> ReadyCluster:
         report(Progress(Stage.START, f"control process {process.pid}, its log: {log}"))
         limit_s = config.lifecycle.ready_timeout_ms / 1000 + _MARGIN_S
         state = _wait_ready(config, process, log, started + limit_s)
-    return _describe(state, time.monotonic() - started)
+    return _describe(config, state, time.monotonic() - started)
 
 
 def _wait_ready(
@@ -65,7 +65,7 @@ def _wait_ready(
     raise DeadlineError(f"the cluster did not become ready; see {log}", stage="start")
 
 
-def _describe(state: ClusterState, seconds: float) -> ReadyCluster:
+def _describe(config: ClusterConfig, state: ClusterState, seconds: float) -> ReadyCluster:
     status = asyncio.run(cluster_status(state.control_address))
     return ReadyCluster(
         cluster=state.cluster,
@@ -73,6 +73,7 @@ def _describe(state: ClusterState, seconds: float) -> ReadyCluster:
         model=state.model,
         pid=state.pid,
         log_dir=state.log_dir,
+        state_dir=str(state_folder(config)),
         seconds=seconds,
         instances=tuple(
             ReadyInstance(

@@ -21,7 +21,7 @@ from isthmus.common.cluster import Role
 from isthmus.common.config import ClusterConfig, ModelConfig, PoolConfig
 from isthmus.common.errors import ConfigError, ModelFileError
 from isthmus.common.gguf_file import read_gguf
-from isthmus.common.model_files import ModelFiles, ModelKind, locate_model
+from isthmus.common.model_files import SAMPLE, ModelFiles, ModelKind, locate_model
 from isthmus.controlplane.actuators.base import pool_of
 
 GIB = 2**30
@@ -29,6 +29,17 @@ PROCESS_BYTES = 450 * 2**20  # Python, torch and gRPC of one worker
 CONTROL_BYTES = 300 * 2**20  # gateway and control plane
 RAY_BYTES = 600 * 2**20
 _DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+def with_absolute_paths(config: ClusterConfig) -> ClusterConfig:
+    """Paths that mean the same in every process, whatever folder it is started in."""
+    update: dict[str, object] = {}
+    if config.state_dir:
+        update["state_dir"] = str(Path(config.state_dir).expanduser().absolute())
+    if config.model.path != SAMPLE:
+        path = str(Path(config.model.path).expanduser().absolute())
+        update["model"] = config.model.model_copy(update={"path": path})
+    return config.model_copy(update=update)
 
 
 def check(config: ClusterConfig) -> ClusterConfig:

@@ -43,5 +43,7 @@ class ReadyCluster:
     model: str
     pid: int
     log_dir: str
+    state_dir: str
+    """Folder by which other commands find the cluster."""
     seconds: float
     instances: tuple[ReadyInstance, ...]

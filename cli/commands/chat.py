@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import httpx
 import typer
 from isthmus.cli.chat_client import ChatClient, first_model
-from isthmus.cli.options import DEFAULT_CLUSTER, ClusterName, Output, running_cluster
+from isthmus.cli.options import DEFAULT_CLUSTER, ClusterName, Output, StateDir, running_cluster
 from isthmus.cli.output import OutputFormat, print_json, stderr, stdout
 from isthmus.common.errors import IsthmusError
 from rich.markup import escape
@@ -29,10 +29,14 @@ def chat(
     url: Annotated[str | None, typer.Option(help="Address of a gateway elsewhere.")] = None,
     api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY")] = None,
     name: ClusterName = DEFAULT_CLUSTER,
+    state_dir: StateDir = None,
     output: Output = OutputFormat.TEXT,
 ) -> None:
     """Chat with the model; replies are streamed."""
-    address = url.rstrip("/").removesuffix("/v1") if url else running_cluster(name).gateway_url
+    if url:
+        address = url.rstrip("/").removesuffix("/v1")
+    else:
+        address = running_cluster(name, state_dir).gateway_url
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     timeout = httpx.Timeout(5.0, read=600.0)
     with httpx.Client(base_url=address, headers=headers, trust_env=False, timeout=timeout) as http:

@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import dataclass
 
 import httpx
-from isthmus.cli.options import DEFAULT_CLUSTER, ClusterName, Output, running_cluster
+from isthmus.cli.options import DEFAULT_CLUSTER, ClusterName, Output, StateDir, running_cluster
 from isthmus.cli.output import OutputFormat, print_json, stdout, table
 from isthmus.controlplane.client import ClusterStatus, InstanceStatus, cluster_status
 from rich.markup import escape
@@ -25,9 +25,13 @@ class Status:
     gateway: GatewayStatus
 
 
-def status(name: ClusterName = DEFAULT_CLUSTER, output: Output = OutputFormat.TEXT) -> None:
+def status(
+    name: ClusterName = DEFAULT_CLUSTER,
+    state_dir: StateDir = None,
+    output: Output = OutputFormat.TEXT,
+) -> None:
     """Show a running cluster."""
-    state = running_cluster(name)
+    state = running_cluster(name, state_dir)
     cluster = asyncio.run(cluster_status(state.control_address))
     found = Status(cluster, gateway_status(cluster.gateway_url))
     if output is OutputFormat.JSON:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from isthmus.cli.options import Output, parse_settings, set_path
+from isthmus.cli.options import DEFAULT_CLUSTER, Output, StateDir, parse_settings, set_path
 from isthmus.cli.output import OutputFormat, print_json, stderr, stdout
-from isthmus.common.config import load_config
+from isthmus.common.config import ClusterConfig, load_config
 from isthmus.common.logging import configure_logging
 from isthmus.controlplane.detach import start_detached
 from isthmus.controlplane.main import run_cluster
+from isthmus.controlplane.preflight import with_absolute_paths
 from isthmus.controlplane.progress import Progress, ReadyCluster, Stage
+from isthmus.controlplane.state_file import state_folder
 from rich.markup import escape
 
 POOLS = ("prefill", "decode", "mixed")
@@ -41,6 +44,7 @@ def up(
     port: Annotated[int | None, typer.Option(help="Port of the gateway; 0 = any.")] = None,
     actuator: Annotated[str | None, typer.Option(help="ray or process.")] = None,
     name: Annotated[str | None, typer.Option(help="Name of the cluster.")] = None,
+    state_dir: StateDir = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="Any key: --set router.policy=round_robin")
     ] = None,
@@ -50,6 +54,7 @@ def up(
     """Start a cluster. Ctrl-C stops it; a second Ctrl-C ends it at once."""
     flags: dict[str, object] = {
         "name": name,
+        "state_dir": str(state_dir) if state_dir else None,
         "model.path": model,
         "model.served_name": served_name,
         "model.dtype": dtype,
@@ -65,7 +70,7 @@ def up(
         flags[f"{pool}.engine.block_size"] = block_size
         flags[f"{pool}.engine.max_num_batched_tokens"] = max_num_batched_tokens
         flags[f"{pool}.engine.kv_cache_gib"] = kv_cache_gib
-    config = load_config(file, overrides(flags, settings or []))
+    config = with_absolute_paths(load_config(file, overrides(flags, settings or [])))
     configure_logging(config.logging, role="control")
     if detach:
         show_ready(start_detached(config, show_progress), output, is_detached=True)
@@ -115,7 +120,10 @@ def show_ready(ready: ReadyCluster, output: OutputFormat, *, is_detached: bool =
 def banner(ready: ReadyCluster, *, is_detached: bool = False) -> str:
     """What a newcomer needs next, as rich markup."""
     instances = ", ".join(f"{item.instance_id} (pid {item.pid})" for item in ready.instances)
-    end = "stop it with: isthmus down" if is_detached else "Ctrl-C stops everything"
+    which = escape(selection(ready))
+    end = f"stop it with: isthmus down{which}" if is_detached else "Ctrl-C stops everything"
+    is_elsewhere = ready.state_dir != default_state_dir()
+    state = f"  state      {escape(ready.state_dir)}\n" if is_elsewhere else ""
     body = f'{{"model": "{ready.model}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'
     return (
         f"\n[bold green]Isthmus is ready[/] after {ready.seconds:.1f} s  ({end})\n"
@@ -123,7 +131,22 @@ def banner(ready: ReadyCluster, *, is_detached: bool = False) -> str:
         f"  model      {escape(ready.model)}\n"
         f"  instances  {escape(instances)}\n"
         f"  logs       {escape(ready.log_dir)}\n"
+        f"{state}"
         f"  try        curl {escape(ready.url)}/v1/chat/completions "
         f"-H 'Content-Type: application/json' -d '{escape(body)}'\n"
-        "  or         isthmus chat\n"
+        f"  or         isthmus chat{which}\n"
     )
+
+
+def default_state_dir() -> str:
+    return str(state_folder(ClusterConfig()))
+
+
+def selection(ready: ReadyCluster) -> str:
+    """The options with which other commands find this cluster, each with a space before it."""
+    options: list[str] = []
+    if ready.cluster != DEFAULT_CLUSTER:
+        options += ["--name", ready.cluster]
+    if ready.state_dir != default_state_dir():
+        options += ["--state-dir", ready.state_dir]
+    return "".join(f" {shlex.quote(option)}" for option in options)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,34 @@ def test_second_cluster_of_a_name_is_refused(run: Run, tmp_path: Path) -> None:
     assert f"already running at http://127.0.0.1:8 (pid {pid})" in err
 
 
+@pytest.mark.parametrize("how", ["option", "variable", "setting"])
+def test_a_state_folder_of_its_own_is_looked_up_by_every_command(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """A control process that is no server: found, but it does not answer."""
+    pid = os.getpid()
+    state = ClusterState(
+        "isthmus", pid, process_start(pid) or 0.0, "127.0.0.1:1", "r", "http://127.0.0.1:1", "m", ""
+    )
+    write_state(tmp_path / "own", state)
+    monkeypatch.chdir(tmp_path)
+    options = {"option": ["--state-dir", "own"], "variable": [], "setting": []}[how]
+    if how == "variable":
+        monkeypatch.setenv("ISTHMUS_STATE_DIR", str(tmp_path / "own"))
+    if how != "setting":
+        for command in (["status"], ["scale", "decode", "2"], ["chat", "-m", "hi"]):
+            code, _, err = run(*command, *options)
+            assert code == 1
+            assert "127.0.0.1:1" in err
+        _, _, err = run("down", "--name", "other", *options)
+        folder = options[-1] if options else str(tmp_path / "own")
+        assert f"no cluster named other is running on this machine, going by {folder}" in err
+    up = ["--set", "state_dir=own"] if how == "setting" else options
+    code, _, err = run("up", *up)
+    assert code == 1
+    assert f"already running at http://127.0.0.1:1 (pid {pid})" in err
+
+
 def effective(flags: dict[str, object], *settings: str) -> ClusterConfig:
     return load_config(overrides=overrides(flags, list(settings)), environ={})
 
@@ -147,6 +176,7 @@ READY = ReadyCluster(
     model="m[0]",
     pid=1,
     log_dir="/logs",
+    state_dir="/state/of ours",
     seconds=3.0,
     instances=(ReadyInstance("decode-0", "decode", "a:1", "a:2", 77, 1),),
 )
@@ -159,6 +189,23 @@ def test_banner_gives_a_command_that_can_be_pasted(capsys: pytest.CaptureFixture
     assert "decode-0 (pid 77)" in out
     body = out.split("-d '")[1].split("'")[0]
     assert json.loads(body)["model"] == "m[0]"
+
+
+def test_banner_says_how_other_commands_find_the_cluster(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    up_command.stdout.print(banner(READY, is_detached=True))
+    out = capsys.readouterr().out
+    assert "  state      /state/of ours\n" in out
+    assert "isthmus down --name c --state-dir '/state/of ours')" in out
+    assert "isthmus chat --name c --state-dir '/state/of ours'\n" in out
+    monkeypatch.setenv("XDG_STATE_HOME", "/state")
+    usual = replace(READY, cluster="isthmus", state_dir="/state/isthmus")
+    up_command.stdout.print(banner(usual, is_detached=True))
+    out = capsys.readouterr().out
+    assert "isthmus down)" in out
+    assert "isthmus chat\n" in out
+    assert "state  " not in out
 
 
 def test_ready_cluster_as_json(capfdbinary: pytest.CaptureFixture[bytes]) -> None:

@@ -44,6 +44,13 @@ def test_variables_of_one_level_are_not_configuration() -> None:
     assert load_config(environ=environ) == ClusterConfig()
 
 
+def test_variables_of_one_level_set_texts_at_the_top() -> None:
+    environ = {"ISTHMUS_STATE_DIR": "/7", "ISTHMUS_NAME": "12", "ISTHMUS_HOST": ""}
+    config = load_config(environ=environ)
+    assert (config.state_dir, config.name) == ("/7", "12")
+    assert config.host == ClusterConfig().host
+
+
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [

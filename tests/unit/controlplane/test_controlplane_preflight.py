@@ -95,6 +95,17 @@ def test_pools_must_agree_on_the_block_size() -> None:
         preflight.check(config_of(prefill={"engine": {"block_size": 32}}))
 
 
+def test_paths_mean_the_same_in_every_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    relative = config_of(state_dir="own", model={"path": "models/m"})
+    config = preflight.with_absolute_paths(relative)
+    assert config.state_dir == str(tmp_path / "own")
+    assert config.model.path == str(tmp_path / "models" / "m")
+    assert preflight.with_absolute_paths(config_of()) == config_of()
+
+
 def test_missing_package_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=r"torch is not installed: pip install"):
