@@ -109,7 +109,9 @@ async def test_greedy_is_the_same_on_a_pair_and_on_one_instance(sides: Sides) ->
 
 
 async def test_greedy_is_what_transformers_gives(sides: Sides) -> None:
-    assert sides.pair == reference_tokens(sample_model_path(), sides.prompts, NUM_TOKENS)
+    """Every second prompt (of each kind some): the reference takes most of this file's time."""
+    expected = reference_tokens(sample_model_path(), sides.prompts[::2], NUM_TOKENS)
+    assert sides.pair[::2] == expected
 
 
 async def test_sampling_depends_on_the_seed_alone(sides: Sides) -> None:
