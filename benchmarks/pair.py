@@ -93,7 +93,7 @@ async def measure(url: str, seed: int) -> dict[str, float]:
     )
     figures: dict[str, float] = {}
     noise = ForeignCpu()
-    for length, count in ((128, 10), (512, 6), (2048, 4)):
+    for length, count in ((128, 8), (512, 3), (2048, 2)):
         run = await run_load(
             **common, concurrency=1, num_requests=count, prompt_tokens=length, max_tokens=4,
             seed=seed + length,
@@ -101,12 +101,12 @@ async def measure(url: str, seed: int) -> dict[str, float]:
         figures[f"ttft_ms_{length}"] = run.ttft_ms
         figures["errors"] = figures.get("errors", 0) + run.num_errors
     alone: Figures = await run_load(
-        **common, concurrency=1, num_requests=3, prompt_tokens=128, max_tokens=128, seed=seed + 1
+        **common, concurrency=1, num_requests=2, prompt_tokens=128, max_tokens=128, seed=seed + 1
     )
     figures["tpot_ms_alone"] = alone.tpot_ms
     for concurrency in (4, 16):
         run = await run_load(
-            **common, concurrency=concurrency, num_requests=2 * concurrency, prompt_tokens=128,
+            **common, concurrency=concurrency, num_requests=max(8, concurrency), prompt_tokens=128,
             max_tokens=128, seed=seed + concurrency,
         )  # fmt: skip
         figures[f"tokens_per_s_{concurrency}"] = run.tokens_per_s
