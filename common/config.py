@@ -51,9 +51,16 @@ class PoolConfig(Node):
 
 class TransferConfig(Node):
     connector: Literal["nixl", "local", "fake"] = "nixl"
-    deadline_ms: int = Field(30_000, ge=1, description="longest life of one transfer")
+    deadline_ms: int = Field(
+        30_000,
+        ge=1,
+        description="longest time without progress of KV that is being sent; a prompt may wait and "
+        "be computed as long as its request's deadline allows",
+    )
     handshake_timeout_ms: int = Field(5_000, ge=1)
-    hold_ms: int = Field(60_000, ge=1, description="longest time blocks are kept for a peer")
+    hold_ms: int = Field(
+        60_000, ge=1, description="longest time blocks are kept for a peer after the first token"
+    )
     quarantine_ms: int = Field(5_000, ge=0, description="rest after a transfer of unknown end")
     fault_script: str = Field("", description="scripted faults of the fake connector (tests)")
 
@@ -64,7 +71,12 @@ class RouterConfig(Node):
         32, ge=0, description="fewer uncached prompt tokens than this are computed on decode"
     )
     index_max_blocks: int = Field(1_000_000, ge=1, description="bound of the prefix index")
-    reservation_ttl_ms: int = Field(60_000, ge=1)
+    reservation_ttl_ms: int = Field(
+        660_000,
+        ge=1,
+        description="when a decision of unknown outcome is written off; more than a request's "
+        "deadline, else those that still wait are forgotten",
+    )
     stale_load_ms: int = Field(2_000, ge=1, description="age after which a report is doubted")
     breaker_failures: int = Field(3, ge=1, description="failures in a row that open a breaker")
     breaker_open_ms: int = Field(2_000, ge=1)

@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from enum import Enum
 
 import grpc.aio
 from isthmus.common.errors import HandshakeError, InstanceLostError, IsthmusError, StaleEpochError
@@ -45,6 +46,12 @@ _OLD_CHANNEL_GRACE_S = 5.0
 _STREAM_GRACE_S = 5.0
 
 log = get_logger("prefill_client")
+
+
+class AbortReply(Enum):
+    UNANSWERED = "unanswered"
+    ENDED = "ended"  # nothing is posted any more; what was posted may still land
+    QUIET = "quiet"  # nothing can land any more
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +153,8 @@ class PrefillClient:
         stub = prefill_pb2_grpc.PrefillServiceStub(self._channel(ref))
         call = stub.Prefill(
             prefill_pb2.PrefillRequest(request=request_to_pb(request), ticket=ticket_to_pb(ticket)),
-            # The session ends at the ticket's deadline; this only bounds a stream that outlives it.
+            # However long the prompt waits and is computed: a peer that has stopped or vanished is
+            # noticed by the channel's keepalive, and a transfer that stalls by its session.
             timeout=ms_left(ticket.deadline_ns) / 1000 + _STREAM_GRACE_S,
         )
         try:
@@ -157,8 +165,8 @@ class PrefillClient:
         finally:
             call.cancel()
 
-    async def abort(self, ref: InstanceRef, transfer_id: TransferId) -> bool:
-        """Ends a transfer at its sender. True: it says that nothing of it can land any more."""
+    async def abort(self, ref: InstanceRef, transfer_id: TransferId) -> AbortReply:
+        """Ends a transfer at its sender, however it was doing."""
         message = prefill_pb2.AbortRequest(transfer_id=transfer_id, reason="decode ended it")
         try:
             async with self._channel_of_any_epoch(ref) as channel:
@@ -166,8 +174,8 @@ class PrefillClient:
                 reply = await stub.Abort(message, timeout=_ABORT_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
             log.debug("abort unanswered", peer=ref.instance_id, problem=error.details())
-            return False
-        return bool(reply.quiesced)
+            return AbortReply.UNANSWERED
+        return AbortReply.QUIET if reply.quiesced else AbortReply.ENDED
 
     async def is_gone(self, ref: InstanceRef) -> bool:
         """True is a proof that the process behind this epoch has ended: nobody listens at its

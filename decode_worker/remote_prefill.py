@@ -9,6 +9,10 @@ Both run side by side: the first token is handed on the moment it comes, and the
 the moment the last chunk is there, whether or not the stream has said its last word. What fails on
 either side fails the session, so that there is one place to wait at.
 
+Waiting in the prefill instance's queue and being computed there take as long as the request's own
+deadline allows, while the stream lives. The session's shorter patience is for bytes only, so it
+begins when the stream says that some are on their way.
+
 The attempt owns the reservation until ``run`` returns; on any other end it is retired, and goes
 back to the pool once no write can land.
 """
@@ -19,7 +23,6 @@ import asyncio
 from collections.abc import Callable
 from contextlib import aclosing
 
-from isthmus.common.clock import NS_PER_MS
 from isthmus.common.errors import IsthmusError
 from isthmus.common.ids import new_transfer_id
 from isthmus.common.prefill import (
@@ -93,7 +96,6 @@ class RemotePrefill:
 
     def _ticket(self, reservation: Reservation) -> TransferTicket:
         runtime = self._runtime
-        deadline_ns = runtime.clock.now_ns() + runtime.config.transfer.deadline_ms * NS_PER_MS
         return TransferTicket(
             transfer_id=new_transfer_id(),
             request_id=self._request.request_id,
@@ -103,7 +105,7 @@ class RemotePrefill:
             target_block_ids=reservation.block_ids,
             num_tokens=len(self._request.token_ids),
             layout_hash=runtime.engine.kv_layout.compat_hash,
-            deadline_ns=min(deadline_ns, self._request.deadline_ns),
+            deadline_ns=self._request.deadline_ns,
         )
 
     async def _first_token(self, session: ReceiveSession) -> PrefillFirstToken:
@@ -139,9 +141,14 @@ class RemotePrefill:
     def _on_update(self, session: ReceiveSession, update: PrefillUpdate) -> bool:
         """True for the last update of a stream."""
         match update:
-            case PrefillAccepted() | PrefillChunkSent():
+            case PrefillAccepted():
+                return False
+            case PrefillChunkSent():
+                session.announced(update.num_tokens)
                 return False
             case PrefillFirstToken():
+                if update.finish_reason is None:
+                    session.announced(session.ticket.num_tokens)
                 self._timeline.merge(update.timeline)
                 if not self._first.done():
                     self._first.set_result(update)
@@ -154,6 +161,7 @@ class RemotePrefill:
                     session.peer_quiesced()
                 return True
             case PrefillFailed():
+                session.peer_ended()
                 if update.quiesced:
                     session.peer_quiesced()
                 self._fail(session, update.error)

@@ -2,7 +2,8 @@
 
 A request that finds too few free blocks waits in line, oldest first, so that a large one is not
 overtaken for ever. Blocks whose transfer ended badly rest in quarantine until there is a proof that
-no write can land in them any more: the sender's word, its death, or its deadline plus a rest.
+no write can land in them any more: the sender's word, or a rest after the last moment at which it
+may have posted one (it says that it has ended, it is dead, its ticket is over).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from isthmus.common.errors import IsthmusError, OutOfBlocksError
 from isthmus.common.ids import RequestId
 from isthmus.common.logging import get_logger
 from isthmus.common.types import InstanceRef, Request
-from isthmus.decode_worker.prefill_client import PrefillClient, lost
+from isthmus.decode_worker.prefill_client import AbortReply, PrefillClient, lost
 from isthmus.engine.types import Reservation
 from isthmus.kvtransfer.receive_session import ReceiveSession
 from isthmus.worker.load_reporter import OutsideLoad
@@ -133,8 +134,11 @@ class Reservations:
         gone or the session's own rest has passed."""
         probe_s = _FIRST_PROBE_S
         while not session.is_quiescent:
-            if await self._prefill.abort(source, session.ticket.transfer_id):
+            reply = await self._prefill.abort(source, session.ticket.transfer_id)
+            if reply is AbortReply.QUIET:
                 session.peer_quiesced()
+            elif reply is AbortReply.ENDED:
+                session.peer_ended()
             elif await self._prefill.is_gone(source):
                 log.warning("prefill instance is gone", instance=source.instance_id)
                 session.peer_gone(lost(source, "its process has ended"), is_gone=True)

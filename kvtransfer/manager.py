@@ -115,7 +115,7 @@ class TransferManager:
 
         ``is_gone`` is the caller's proof that the peer's process has ended (its pid is gone, a
         newer epoch is registered); without it a stopped process may yet go on writing, so target
-        blocks rest until the deadline and the quarantine have passed.
+        blocks rest until the ticket's deadline and the quarantine have passed.
         """
         lost = InstanceLostError(
             f"{instance_id} is lost", stage="transfer", instance_id=instance_id
@@ -141,7 +141,12 @@ class TransferManager:
         if ticket.transfer_id in self._receives:
             raise TransferError("this transfer id is in use", stage="transfer")
         session = ReceiveSession(
-            ticket, self._layout, self._expires_ns(ticket), self._quarantine_ns, self
+            ticket,
+            self._layout,
+            self._deadline_ns(ticket),
+            self._config.deadline_ms * NS_PER_MS,
+            self._quarantine_ns,
+            self,
         )
         self._receives[ticket.transfer_id] = session
         self._opened("receive", ticket)
@@ -162,7 +167,7 @@ class TransferManager:
         if ticket.transfer_id in self._sends:
             raise TransferError("this transfer id is in use", stage="transfer")
         route = Route(peer.name, self._layout, self._num_blocks, peer.rank.layout)
-        session = SendSession(ticket, route, self._expires_ns(ticket), self._quarantine_ns, self)
+        session = SendSession(ticket, route, self._deadline_ns(ticket), self._quarantine_ns, self)
         self._sends[ticket.transfer_id] = session
         self._opened("send", ticket)
         return session
@@ -199,7 +204,8 @@ class TransferManager:
             ticket, addressee, self._me, self._layout, num_target_blocks, self._clock.now_ns()
         )
 
-    def _expires_ns(self, ticket: TransferTicket) -> int:
+    def _deadline_ns(self, ticket: TransferTicket) -> int:
+        """Monotonic."""
         return self._clock.monotonic_ns() + ticket.deadline_ns - self._clock.now_ns()
 
     @property
@@ -217,8 +223,8 @@ class TransferManager:
         self._driver.submit(write)
         self._look()
 
-    def ns_until(self, monotonic_ns: int) -> int:
-        return monotonic_ns - self._clock.monotonic_ns()
+    def monotonic_ns(self) -> int:
+        return self._clock.monotonic_ns()
 
     def send_ended(self, session: SendSession) -> None:
         self._session_ended("send", session.ticket, session.state.value, session.num_bytes)
@@ -241,6 +247,9 @@ class TransferManager:
 
     def receive_needs_poll(self) -> None:
         self._look()
+
+    def receive_owed(self) -> None:
+        self._arm_timer()
 
     def _session_ended(self, side: Side, ticket: TransferTicket, state: str, size: int) -> None:
         opened_ns = self._opened_ns.pop((side, ticket.transfer_id))
@@ -271,7 +280,7 @@ class TransferManager:
             self._log.warning("close", "the connector did not close in time")
 
     def expire_due(self) -> None:
-        """Ends every session whose deadline has passed. Runs by timer."""
+        """Ends every session whose deadline or patience has passed. Runs by timer."""
         now_ns = self._clock.monotonic_ns()
         for session in self._open_sessions():
             if session.expires_ns <= now_ns:
@@ -291,7 +300,7 @@ class TransferManager:
             self._timer = None
         deadlines = [session.expires_ns for session in self._open_sessions()]
         if deadlines and not self._is_closed:
-            delay_s = max(0, self.ns_until(min(deadlines))) / NS_PER_S
+            delay_s = max(0, min(deadlines) - self._clock.monotonic_ns()) / NS_PER_S
             self._timer = asyncio.get_running_loop().call_later(delay_s, self.expire_due)
 
     async def _poll(self) -> None:

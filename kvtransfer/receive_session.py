@@ -8,6 +8,10 @@
 Two questions are kept apart. *Did it arrive?* is the state. *Can a write still land?* is
 quiescence: the target blocks belong to the transfer until there is a proof that none can, whatever
 the state. A session that ends badly stays in its manager's table until that proof is there.
+
+A session waits as long as its ticket allows for a prompt to be computed, but only ``stall_ns`` for
+bytes: while blocks are *owed* (the sender has begun to write them and they have not arrived) a
+timer runs, which starts again with every chunk.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import asyncio
 from enum import Enum
 from typing import Protocol
 
+from isthmus.common.clock import NS_PER_MS
 from isthmus.common.errors import (
     CancelledError,
     IsthmusError,
@@ -59,7 +64,7 @@ class Proof(Enum):
 
     ALL_ARRIVED = "all_arrived"
     SENDER_CONFIRMED = "sender_confirmed"  # each of its writes was done or never posted
-    QUARANTINE_PASSED = "quarantine_passed"  # rest after the deadline or the peer's death
+    QUARANTINE_PASSED = "quarantine_passed"  # rest after the sender's last possible write
 
 
 class Ignored(Enum):
@@ -81,6 +86,12 @@ class ReceiveHost(Protocol):
 
     def receive_needs_poll(self) -> None: ...
 
+    def receive_owed(self) -> None:
+        """``expires_ns`` of a session has come nearer."""
+        ...
+
+    def monotonic_ns(self) -> int: ...
+
 
 class ReceiveSession:
     """Made by TransferManager.open_receive; lives on its event loop. Times are monotonic."""
@@ -89,12 +100,12 @@ class ReceiveSession:
         self,
         ticket: TransferTicket,
         layout: KvLayout,
-        expires_ns: int,
+        deadline_ns: int,
+        stall_ns: int,
         quarantine_ns: int,
         host: ReceiveHost,
     ) -> None:
         self.ticket = ticket
-        self.expires_ns = expires_ns
         self.num_bytes = 0
         self.proof: Proof | None = None
         self._state = ReceiveState.RESERVED
@@ -105,7 +116,11 @@ class ReceiveSession:
         self._layers_present = [0] * ticket.num_blocks  # per target block, one bit a layer
         self._chunks: set[int] = set()
         self._num_chunks: int | None = None
-        self._rest_from_ns = expires_ns
+        self._deadline_ns = deadline_ns
+        self._stall_ns = stall_ns
+        self._num_owed = 0  # leading target blocks that the sender has begun to write
+        self._stalls_at_ns: int | None = None  # only while some of those are missing
+        self._rest_from_ns = deadline_ns
         self._rest_needed_ns = quarantine_ns
         self._last_swept_ns: int | None = None
         self._ended = asyncio.Event()
@@ -128,7 +143,20 @@ class ReceiveSession:
     def error(self) -> IsthmusError | None:
         return self._error
 
+    @property
+    def expires_ns(self) -> int:
+        """The ticket's deadline, or the end of patience with blocks that are owed."""
+        if self._stalls_at_ns is None:
+            return self._deadline_ns
+        return min(self._stalls_at_ns, self._deadline_ns)
+
     # --- for the worker ------------------------------------------------------------------------
+
+    def announced(self, num_tokens: int) -> None:
+        """The sender has begun to write the KV of the prompt's first ``num_tokens`` tokens."""
+        is_whole = num_tokens >= self.ticket.num_tokens
+        num_full = num_tokens // self._layout.block_size - self.ticket.first_block
+        self._owe(self.ticket.num_blocks if is_whole else num_full)
 
     def expect(self, num_chunks: int) -> None:
         """The sender's own count, as told over RPC; a contradiction fails the session."""
@@ -150,6 +178,11 @@ class ReceiveSession:
 
     def fail(self, error: IsthmusError) -> None:
         self._end(ReceiveState.FAILED, error)
+
+    def peer_ended(self) -> None:
+        """The sender said that it posts nothing any more, but not that all it posted has ended:
+        rest begins with this session's end instead of at the deadline."""
+        self._rest_from_ns = 0
 
     def peer_quiesced(self) -> None:
         """The sender said over RPC that none of its writes can still land."""
@@ -179,6 +212,7 @@ class ReceiveSession:
         if self._state is ReceiveState.RESERVED:
             self._state = RECEIVE_TRANSITIONS.check(self._state, ReceiveState.RECEIVING)
         self._cover(note)
+        self._watch()
         if Flags.LAST in note.flags:
             self._learn_num_chunks(note.chunk + 1)
         self._complete_if_all_arrived()
@@ -188,8 +222,8 @@ class ReceiveSession:
         self._end(
             ReceiveState.EXPIRED,
             TransferTimeoutError(
-                f"{sum(self._is_whole(index) for index in range(self.ticket.num_blocks))} of "
-                f"{self.ticket.num_blocks} blocks had arrived at the deadline",
+                f"{sum(map(self._is_whole, range(self.ticket.num_blocks)))} of "
+                f"{self.ticket.num_blocks} blocks had arrived {self._when_expired()}",
                 stage="transfer",
                 instance_id=self.ticket.source.instance_id,
             ),
@@ -200,7 +234,7 @@ class ReceiveSession:
         its way can land and rest begins now instead of at the deadline."""
         self.fail(error)
         if is_gone:
-            self._rest_from_ns = 0
+            self.peer_ended()
 
     def swept(self, started_ns: int) -> None:
         """The connector was driven once more; ``started_ns`` is when that began."""
@@ -224,6 +258,7 @@ class ReceiveSession:
                 instance_id=self.ticket.source.instance_id,
             )
         )
+        self.peer_ended()
         if Flags.QUIET in note.flags:
             self._prove(Proof.SENDER_CONFIRMED)
         return None if was_open else Ignored.LATE
@@ -262,6 +297,26 @@ class ReceiveSession:
             )
         else:
             self._num_chunks = num_chunks
+            self._owe(self.ticket.num_blocks)
+
+    def _owe(self, num_blocks: int) -> None:
+        """An announcement is no progress: it does not prolong a patience that has begun."""
+        self._num_owed = max(self._num_owed, num_blocks)
+        if self._stalls_at_ns is None:
+            self._watch()
+
+    def _watch(self) -> None:
+        """Patience begins (again) while something is owed, and ends when nothing is."""
+        was_watched = self._stalls_at_ns is not None
+        is_owed = self.is_open and not all(map(self._is_whole, range(self._num_owed)))
+        self._stalls_at_ns = self._host.monotonic_ns() + self._stall_ns if is_owed else None
+        if is_owed and not was_watched:
+            self._host.receive_owed()
+
+    def _when_expired(self) -> str:
+        if self.expires_ns == self._deadline_ns:
+            return "at the deadline"
+        return f"when none had come for {self._stall_ns // NS_PER_MS} ms"
 
     def _complete_if_all_arrived(self) -> None:
         if self._num_chunks is None or len(self._chunks) != self._num_chunks:

@@ -78,7 +78,7 @@ class SendHost(Protocol):
 
     def send_quiet(self, session: SendSession) -> None: ...
 
-    def ns_until(self, monotonic_ns: int) -> int: ...
+    def monotonic_ns(self) -> int: ...
 
 
 class SendSession:
@@ -101,6 +101,7 @@ class SendSession:
         self._route = route
         self._host = host
         self._quarantine_ns = quarantine_ns
+        self._ended_ns = expires_ns
         self._next_index = 0
         self._num_open_writes = 0
         self._may_still_land = False
@@ -166,11 +167,11 @@ class SendSession:
 
         True is a proof: each write was done or never posted, so nothing of this transfer can still
         land (``PrefillFailed.quiesced``). False when a write failed half-way or did not end within
-        the deadline and quarantine; the receiver then waits out its own quarantine.
+        the quarantine after the session's end; the receiver then waits out its own quarantine.
         """
-        limit_ns = max(0, self._host.ns_until(self.expires_ns + self._quarantine_ns))
+        limit_ns = self._ended_ns + self._quarantine_ns - self._host.monotonic_ns()
         try:
-            async with asyncio.timeout(limit_ns / NS_PER_S):
+            async with asyncio.timeout(max(0, limit_ns) / NS_PER_S):
                 await self._quiet.wait()
         except TimeoutError:
             return False
@@ -258,6 +259,7 @@ class SendSession:
             return
         self._state = SEND_TRANSITIONS.check(self._state, state)
         self._error = error
+        self._ended_ns = self._host.monotonic_ns()
         self._ended.set()
         self._host.send_ended(self)
         if self._num_open_writes == 0:

@@ -93,9 +93,9 @@ def assert_fell_back(answer: Answer, expected: Answer) -> None:
 
 @pytest.mark.parametrize("script", ["0:refuse", "2:refuse", "0:fail", "3:fail"])
 async def test_a_failed_write_costs_only_latency(script: str) -> None:
-    """After a write that failed half-way nobody can say what may still land: the blocks rest until
-    the transfer's deadline, which is short here for that reason."""
-    async with start_pair(faulty(script, deadline_ms=2_000)) as pair:
+    """After a write that failed half-way nobody can say what may still land: the blocks rest after
+    the sender has ended."""
+    async with start_pair(faulty(script)) as pair:
         answer = await pair.run(max_tokens=12)
         await pair.wait_idle()
         assert_fell_back(answer, await pair.local(max_tokens=12))
@@ -106,12 +106,37 @@ async def test_a_failed_write_costs_only_latency(script: str) -> None:
 
 
 @pytest.mark.parametrize("script", ["0+:hang", "1:hang", "3:drop"])
-async def test_a_transfer_that_stalls_ends_at_its_deadline(script: str) -> None:
+async def test_a_transfer_that_stalls_ends_long_before_its_request(script: str) -> None:
     async with start_pair(faulty(script, deadline_ms=700)) as pair:
-        answer = await pair.run(max_tokens=12)
+        request = make_request(PROMPT, max_tokens=12, timeout_ms=600_000)
+        answer = await pair.stream.submit(request, pair.prefill_info)
+        await answer.end(10)
         assert_fell_back(answer, await pair.local(max_tokens=12))
-        # The hung write never ends: the hold ends with the send session's own rest.
+        # The hung write never ends: what rests here ends with the sender's word that it has ended.
         await wait_idle(pair.decode_info)
+        assert pair.prefill.engine is not None
+        prefill = pair.prefill.engine
+        await poll_until(lambda: prefill.load().held_blocks == 0)
+
+
+async def test_waiting_for_a_slow_prefill_is_no_stall() -> None:
+    """A burst queues for many times the patience that a transfer gets."""
+    config = local_config(transfer={"connector": "local", "deadline_ms": 200})
+    async with start_pair(config) as pair:
+        model = pair.prefill.model
+        model.gate.clear()
+        requests = [make_request(make_prompt(24, salt), max_tokens=4) for salt in range(8)]
+        answers = [await pair.stream.submit(request, pair.prefill_info) for request in requests]
+        await poll_until(lambda: model.num_held == 1)
+        await asyncio.sleep(1.0)  # what is under test is that this time does not count
+        model.gate.set()
+        for request, answer in zip(requests, answers, strict=True):
+            await answer.end()
+            assert answer.finished is not None, answer.failed
+            assert answer.finished.local_reason == "none"
+            alone = make_request(request.token_ids, max_tokens=4, cache_salt="alone")
+            assert answer.tokens == (await pair.stream.run(alone, None)).tokens
+        await pair.wait_idle()
 
 
 async def test_logprobs_of_the_first_token_are_not_repeated_on_fallback() -> None:

@@ -33,6 +33,7 @@ ACTIONS = (
     "cancel send",
     "cancel receive",
     "expect",
+    "announce",
     "wait 100",
     "wait 600",
     "forget decode",
@@ -61,6 +62,8 @@ class Run:
             self.push()
         elif verb == "expect":
             self.receive.expect(max(1, self.send.num_chunks + len(self.pushes)))
+        elif verb == "announce":
+            self.receive.announced(self.send.ticket.num_tokens)
         elif verb == "cancel":
             session = self.send if rest == "send" else self.receive
             session.cancel()
@@ -138,7 +141,7 @@ def test_every_interleaving_ends_right_or_not_complete(
     async def trial() -> None:
         async with transfer_pair(script) as pair:
             before = pair.decode.memory.copy().reshape(NUM_BLOCKS, -1)
-            send, receive = pair.open(target)
+            send, receive = pair.open(target, timeout_ms=1_500)
             run = Run(pair, send, receive, pushes)
             at_proof = None
             for action in actions:

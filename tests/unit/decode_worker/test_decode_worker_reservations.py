@@ -10,6 +10,7 @@ from isthmus.common.clock import VirtualClock
 from isthmus.common.errors import ContextLengthError, IsthmusError, OutOfBlocksError
 from isthmus.common.ids import InstanceId, TransferId
 from isthmus.common.types import InstanceRef
+from isthmus.decode_worker.prefill_client import AbortReply
 from isthmus.decode_worker.reservations import Reservations
 from isthmus.engine.types import Reservation
 
@@ -26,13 +27,13 @@ class FakeSender:
     """What a prefill instance says when it is asked."""
 
     def __init__(self) -> None:
-        self.has_stopped = False
+        self.reply = AbortReply.UNANSWERED
         self.has_gone = False
         self.num_aborts = 0
 
-    async def abort(self, ref: InstanceRef, transfer_id: TransferId) -> bool:
+    async def abort(self, ref: InstanceRef, transfer_id: TransferId) -> AbortReply:
         self.num_aborts += 1
-        return self.has_stopped
+        return self.reply
 
     async def is_gone(self, ref: InstanceRef) -> bool:
         return self.has_gone
@@ -44,6 +45,7 @@ class FakeSession:
     def __init__(self) -> None:
         self.ticket = SimpleNamespace(transfer_id=TransferId(b"t" * 16))
         self.is_cancelled = False
+        self.is_resting = False
         self.quiet = asyncio.Event()
 
     @property
@@ -52,6 +54,9 @@ class FakeSession:
 
     def cancel(self) -> None:
         self.is_cancelled = True
+
+    def peer_ended(self) -> None:
+        self.is_resting = True
 
     def peer_quiesced(self) -> None:
         self.quiet.set()
@@ -183,7 +188,19 @@ async def test_blocks_of_a_bad_transfer_rest_until_the_sender_says_that_it_stopp
     await poll_until(lambda: desk.sender.num_aborts >= 2)
     assert desk.free_blocks == 6
     desk.core.check_integrity()
-    desk.sender.has_stopped = True
+    assert not desk.session.is_resting
+    desk.sender.reply = AbortReply.QUIET
+    await poll_until(lambda: desk.line.num_quarantined == 0)
+    desk.check()
+
+
+async def test_blocks_rest_from_when_the_sender_says_that_it_posts_no_more() -> None:
+    desk = Desk()
+    desk.sender.reply = AbortReply.ENDED
+    await retire(desk)
+    await poll_until(lambda: desk.session.is_resting)
+    assert desk.line.num_quarantined == 1
+    desk.session.quiet.set()
     await poll_until(lambda: desk.line.num_quarantined == 0)
     desk.check()
 

@@ -300,6 +300,17 @@ async def test_deadline_fires_by_itself_and_blocks_come_back_after_quarantine() 
     await _close(pair)
 
 
+async def test_a_stall_is_noticed_by_itself_long_before_the_deadline() -> None:
+    pair = await _start("0:drop", 50)
+    send, receive = pair.open([3], timeout_ms=600_000)
+    send.push(0, blocks(1), is_last=True)
+    receive.announced(receive.ticket.num_tokens)
+    with pytest.raises(TransferTimeoutError, match="none had come for 50 ms"):
+        await asyncio.wait_for(receive.wait_complete(), 5)
+    await send.drained()
+    await _close(pair)
+
+
 async def test_poller_that_fails_fails_its_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = await _start("", 5000)
     _, receive = pair.open([3], timeout_ms=5000)

@@ -241,6 +241,96 @@ async def test_all_that_arrives_at_the_deadline_is_too_late() -> None:
         assert receive.proof is Proof.ALL_ARRIVED  # its blocks are free at once
 
 
+# --- waiting for a prompt, and waiting for bytes -------------------------------------------------
+
+LONG_MS = 60_000  # a request's deadline: many times the patience with a transfer (1000 ms)
+
+
+async def wait_decode(pair: TransferPair, milliseconds: int) -> None:
+    pair.clock.advance_ms(milliseconds)
+    pair.decode.manager.expire_due()
+
+
+async def test_a_prompt_may_wait_longer_than_a_transfer_may_stall() -> None:
+    async with transfer_pair() as pair:
+        send, receive = pair.open([0, 1, 2], timeout_ms=LONG_MS)
+        await wait_decode(pair, 30_000)
+        send.push(0, blocks(7), is_last=False)
+        receive.announced(LAYOUT.block_size)
+        await pair.drive()
+        await wait_decode(pair, 20_000)  # the next chunk is being computed: nothing is owed
+        assert receive.state is ReceiveState.RECEIVING
+        send.push(1, blocks(8, 9), is_last=True)
+        await pair.drive()
+        await receive.wait_complete()
+        pair.assert_idle()
+
+
+@pytest.mark.parametrize("sign", ["announced", "last chunk", "count"])
+async def test_patience_begins_with_the_first_sign_of_kv(sign: str) -> None:
+    async with transfer_pair() as pair:
+        _, receive = pair.open([0, 1], timeout_ms=LONG_MS)
+        await wait_decode(pair, 5_000)
+        if sign == "announced":
+            receive.announced(LAYOUT.block_size)
+        elif sign == "count":
+            receive.expect(2)
+        else:
+            await tell(pair, note(receive, 1, 1, 1, flags=Flags.LAST))
+        await wait_decode(pair, 999)
+        assert receive.is_open
+        receive.announced(2 * LAYOUT.block_size)  # a promise is no progress
+        await wait_decode(pair, 1)
+        assert receive.state is ReceiveState.EXPIRED
+        assert "none had come for 1000 ms" in await ended_with(receive, TransferTimeoutError)
+
+
+async def test_every_chunk_renews_the_patience() -> None:
+    async with transfer_pair() as pair:
+        send, receive = pair.open(range(5), timeout_ms=LONG_MS)
+        receive.announced(receive.ticket.num_tokens)
+        for index in range(5):
+            await wait_decode(pair, 900)
+            send.push(index, blocks(10 + index), is_last=index == 4)
+            await pair.drive()
+        await receive.wait_complete()
+        pair.assert_idle()
+
+
+async def test_only_blocks_after_the_cached_ones_are_owed() -> None:
+    async with transfer_pair() as pair:
+        ticket = pair.ticket([5, 6], first_block=3, timeout_ms=LONG_MS)
+        receive = pair.decode.manager.open_receive(ticket)
+        receive.announced(3 * LAYOUT.block_size)  # all of it was here before
+        await wait_decode(pair, 5_000)
+        assert receive.is_open
+        receive.announced(4 * LAYOUT.block_size)
+        await wait_decode(pair, 1_000)
+        assert receive.state is ReceiveState.EXPIRED
+
+
+async def test_a_stalled_transfer_rests_from_when_its_sender_has_ended() -> None:
+    """Long before the ticket's deadline; without the sender's word it would wait for that."""
+    async with transfer_pair("0:hang") as pair:
+        send, receive = pair.open([0], timeout_ms=LONG_MS)
+        send.push(0, blocks(1), is_last=True)
+        receive.announced(receive.ticket.num_tokens)
+        await pair.drive()
+        await wait_decode(pair, 1_000)
+        assert receive.state is ReceiveState.EXPIRED
+        await pair.rest(1_000)
+        assert not receive.is_quiescent
+        send.cancel()
+        receive.peer_ended()
+        await pair.rest(200)
+        assert not receive.is_quiescent
+        await pair.rest(200)
+        assert receive.proof is Proof.QUARANTINE_PASSED
+        assert not await send.quiesce()  # and its source blocks are kept no longer than that
+        await pair.prefill.manager.forget(pair.decode.ref.instance_id)
+        await pair.drive()
+
+
 # --- the sender's bad ends ---------------------------------------------------------------------
 
 
@@ -270,9 +360,9 @@ async def test_half_done_write_fails_both_sides_without_proof() -> None:
         assert not await send.quiesce()
         await ended_with(receive, TransferError)
         assert not receive.is_quiescent
-        await pair.rest(950)
-        assert not receive.is_quiescent  # rest begins at the deadline
-        await pair.rest(400)
+        await pair.rest(200)
+        assert not receive.is_quiescent  # rest began when the sender said that it posts no more
+        await pair.rest(200)
         assert receive.proof is Proof.QUARANTINE_PASSED
         pair.assert_idle()
 
