@@ -65,6 +65,8 @@ class RouterState:
         view = self.cluster.at_epoch(instance_id, epoch)
         if view is None:
             return True
+        if view.info.state is InstanceState.STARTING and view.is_registered:
+            return False  # it is not chosen yet, and a process that loads its model answers late
         if not view.is_suspect:
             log.warning("instance suspect", instance=instance_id, epoch=epoch, why=why)
         view.is_suspect = True

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 from isthmus.common.clock import SystemClock, VirtualClock
-from isthmus.common.cluster import Role
+from isthmus.common.cluster import InstanceState, Role
 from isthmus.common.config import RouterConfig
 from isthmus.common.errors import NoInstanceError
 from isthmus.common.ids import BlockHash, InstanceId
@@ -32,8 +32,15 @@ class Bed:
     feed: ClusterFeed
     instances: dict[str, FakeInstance]
 
-    async def join(self, name: str, role: Role, epoch: int = 1, lease_id: int = 0) -> FakeInstance:
-        instance = FakeInstance(make_info(name, role, epoch=epoch))
+    async def join(
+        self,
+        name: str,
+        role: Role,
+        epoch: int = 1,
+        lease_id: int = 0,
+        state: InstanceState = InstanceState.READY,
+    ) -> FakeInstance:
+        instance = FakeInstance(make_info(name, role, epoch=epoch, state=state))
         await instance.start()
         self.instances[f"{name}@{epoch}"] = instance
         await instance.register(self.registry, lease_id=lease_id)
@@ -168,6 +175,20 @@ async def test_silent_instance_becomes_suspect_and_returns() -> None:
         await poll_until(lambda: bed.is_suspect("d0"))
         decode.is_silent = False
         await poll_until(lambda: not bed.is_suspect("d0"))
+
+
+@pytest.mark.asyncio
+async def test_an_instance_that_starts_need_not_answer_yet() -> None:
+    """It is not chosen before it is ready; dead, it goes with its record."""
+    async with open_bed(stale_load_ms=100) as bed:
+        starting = await bed.join("d0", Role.DECODE, state=InstanceState.STARTING)
+        ready = await bed.join("d1", Role.DECODE)
+        for instance in (starting, ready):
+            await instance.stop()
+        await poll_until(lambda: bed.is_suspect("d1"))
+        assert not bed.is_suspect("d0")
+        await bed.registry.delete(instance_key("c", "d0"))
+        await poll_until(lambda: bed.router.cluster.get(InstanceId("d0")) is None)
 
 
 @pytest.mark.asyncio
