@@ -95,6 +95,12 @@ class GatewayConfig(Node):
     on_decode_loss: Literal["resume", "error"] = Field(
         "resume", description="what happens to a stream whose decode instance dies"
     )
+    instance_wait_ms: int = Field(
+        10_000,
+        ge=0,
+        description="longest wait for a decode or mixed instance to be ready when none is, before "
+        "503; 0 = refuse at once",
+    )
 
 
 class RegistryConfig(Node):

@@ -18,6 +18,9 @@ REQUESTS = Counter(
     "isthmus_requests", "Requests by outcome, counted once at their end", ["slo_class", "outcome"]
 )
 REQUESTS_INFLIGHT = Gauge("isthmus_requests_inflight", "Requests being served")
+REQUESTS_HELD = Gauge(
+    "isthmus_requests_held", "Requests and choices that wait for an instance to be ready"
+)
 TTFT = Histogram(
     "isthmus_ttft_seconds",
     "Request body read → first content flushed (streamed) or first token received (not streamed)",

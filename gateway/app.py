@@ -24,6 +24,7 @@ from isthmus.gateway.pipeline import Pipeline
 from isthmus.gateway.router_client import RouterClient
 from isthmus.gateway.routes import completions, models, operations, tokens
 from isthmus.gateway.tokenizer import TextTokenizer
+from isthmus.gateway.waiting import WaitingRoom
 from isthmus.router.router import Router
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
@@ -41,8 +42,12 @@ def build_gateway(
     config: ClusterConfig, model: ModelIdentity, router: Router, clock: Clock
 ) -> Gateway:
     """Call inside the running event loop; the caller closes what it gets."""
-    router_client = RouterClient(router)
+    router_client = RouterClient(router, clock)
     decode_client = DecodeClient(clock)
+    waiting = WaitingRoom(
+        lambda: not all(decode_client.is_broken(name) for name in router_client.servers()),
+        min(config.gateway.instance_wait_ms, config.gateway.request_timeout_ms),
+    )
     return Gateway(
         config=config.gateway,
         clock=clock,
@@ -64,7 +69,9 @@ def build_gateway(
             tokenizer=model.tokenizer,
             clock=clock,
             on_decode_loss=config.gateway.on_decode_loss,
+            waiting=waiting,
         ),
+        waiting=waiting,
         started_ns=clock.now_ns(),
     )
 

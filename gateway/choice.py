@@ -7,6 +7,9 @@
                         └──┘                        └──┘
     any ── abort ──▶ ABORTED      any ── not recoverable ──▶ FAILED
 
+Without an instance to go to, before the first token or behind it, a choice is held in the
+``WaitingRoom`` and goes on where it was once an instance can serve.
+
 A ``Choice`` is the sink of its own stream and runs in callbacks of the event loop; it owns no task.
 It tells its ``Exchange`` through ``ChoiceOwner`` when there is something to take.
 """
@@ -20,7 +23,7 @@ from typing import Literal, Protocol
 
 from isthmus.common import metrics
 from isthmus.common.clock import NS_PER_S, Clock
-from isthmus.common.errors import InstanceLostError, IsthmusError
+from isthmus.common.errors import InstanceError, InstanceLostError, IsthmusError, NoInstanceError
 from isthmus.common.ids import InstanceId, RequestId
 from isthmus.common.state_machine import Transitions
 from isthmus.common.timeline import Event, Timeline
@@ -38,6 +41,7 @@ from isthmus.gateway.output_text import OutputText
 from isthmus.gateway.plan import ChoiceDelta, GenerationPlan, PreparedPrompt
 from isthmus.gateway.router_client import ChoiceQuery, RouterClient
 from isthmus.gateway.tokenizer import TextTokenizer
+from isthmus.gateway.waiting import Hold, WaitingRoom
 
 MAX_RESUMES = 3
 
@@ -81,6 +85,7 @@ class ChoiceServices:
     tokenizer: TextTokenizer
     clock: Clock
     on_decode_loss: Literal["resume", "error"]
+    waiting: WaitingRoom
 
 
 class Choice:
@@ -116,6 +121,7 @@ class Choice:
         self._first_token_ns = 0
         self._last_token_ns = 0
         self._request_id = RequestId("")
+        self._hold: Hold | None = None
 
     # --- driven by the exchange -----------------------------------------------------------------
     @property
@@ -127,10 +133,12 @@ class Choice:
         self._move(ChoiceState.WAITING)
         try:
             decision = self._services.router.route(self._query(prefer_decode))
+        except NoInstanceError as error:
+            self._wait_for_instance(error)
         except IsthmusError as error:
             self._fail(error)
-            return
-        self._send_or_recover(decision)
+        else:
+            self._send_or_recover(decision)
 
     def abort(self, reason: str) -> None:
         """Ends the sequence here and on its instance; a no-op once it has ended."""
@@ -138,9 +146,16 @@ class Choice:
             return
         was_idle = self.state is ChoiceState.IDLE
         self._move(ChoiceState.ABORTED)
+        if self._hold is not None:
+            self._services.waiting.cancel(self._hold)
         if not was_idle and self.decision is not None:
             self._leave_instance(reason)
             self._services.router.report_cancelled(self.decision)
+
+    @property
+    def is_held(self) -> bool:
+        """Waits for an instance to be ready."""
+        return self._hold is not None and not self.is_done
 
     @property
     def num_output_tokens(self) -> int:
@@ -321,10 +336,36 @@ class Choice:
         metrics.RETRIES.labels(reason=reason).inc()
         try:
             decision = self._services.router.reroute(self._query(), last, error, failed)
+        except NoInstanceError:
+            if isinstance(error, InstanceError):
+                self._wait_for_instance(error)
+            else:
+                self._fail(error)  # those there are were asked, and are well
         except IsthmusError:
             self._fail(error)  # nobody else to ask: the client hears what went wrong first
+        else:
+            self._send_or_recover(decision)
+
+    def _wait_for_instance(self, cause: IsthmusError) -> None:
+        """Holds the choice until somebody can serve it; an instance that is back will do."""
+        room = self._services.waiting
+        if not room.is_open:
+            self._fail(cause)
             return
+        self._excluded.clear()
+        self._hold = room.hold(self._retry_held, lambda: self._fail(room.refusal(cause)))
+
+    def _retry_held(self) -> bool:
+        try:
+            decision = self._services.router.route(self._query())
+        except NoInstanceError:
+            return False
+        except IsthmusError as error:
+            self._fail(error)
+            return True
+        self._hold = None
         self._send_or_recover(decision)
+        return True
 
     def _may_retry(self, error: IsthmusError) -> bool:
         if not error.retryable:

@@ -15,6 +15,7 @@ from isthmus.gateway.decode_client import DecodeClient
 from isthmus.gateway.limits import Identity, InflightLimiter, KeyRing
 from isthmus.gateway.pipeline import Pipeline
 from isthmus.gateway.router_client import RouterClient
+from isthmus.gateway.waiting import WaitingRoom
 from starlette.requests import Request
 
 _CLIENT_ID = re.compile(r"[\x21-\x7e]{1,128}")
@@ -30,9 +31,11 @@ class Gateway:
     decode_client: DecodeClient
     pipeline: Pipeline
     services: ChoiceServices
+    waiting: WaitingRoom
     started_ns: int
 
     async def close(self) -> None:
+        self.waiting.close()
         await self.decode_client.close()
         self.pipeline.close()
 

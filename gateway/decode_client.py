@@ -105,6 +105,11 @@ class DecodeClient:
         stream = self._streams.get(instance_id)
         return stream is not None and stream.is_live
 
+    def is_broken(self, instance_id: InstanceId) -> bool:
+        """True when a request to it would be refused now. A stream that is not open yet is not."""
+        stream = self._streams.get(instance_id)
+        return stream is not None and stream.is_broken
+
     def silent_s(self, instance_id: InstanceId) -> float:
         """Seconds since anything arrived while requests are waiting for it; 0 with none waiting."""
         stream = self._streams.get(instance_id)
@@ -161,8 +166,12 @@ class _Stream:
             return 0.0
         return (self._clock.monotonic_ns() - self._last_message_ns) / NS_PER_S
 
+    @property
+    def is_broken(self) -> bool:
+        return self._is_broken or self._task.done()
+
     def submit(self, request: Request, decision: RouteDecision, sink: GenerationSink) -> None:
-        if self._is_broken or self._task.done():
+        if self.is_broken:
             raise self._lost("is out of reach")
         if not self._sinks:
             self._last_message_ns = self._clock.monotonic_ns()

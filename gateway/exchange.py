@@ -60,6 +60,8 @@ class Exchange:
     @property
     def stage(self) -> str:
         """How far the request has come, for those who ask why it ended."""
+        if any(choice.is_held for choice in self.choices):
+            return "route"
         if any(choice.num_output_tokens for choice in self.choices):
             return "decode"
         return "first_token" if self._has_begun else "tokenise"

@@ -92,7 +92,6 @@ class Pipeline:
 
     async def plan_chat(self, body: ChatBody, arrival: Arrival) -> GenerationPlan:
         """Raises InvalidRequestError and its kin; nothing has been sent anywhere yet."""
-        self.check_model(body.model)
         self._router.require_decode()
         salt = arrival.identity.cache_salt(body.cache_salt)
 
@@ -109,7 +108,6 @@ class Pipeline:
 
     async def plan_completion(self, body: CompletionBody, arrival: Arrival) -> GenerationPlan:
         """Raises InvalidRequestError and its kin; nothing has been sent anywhere yet."""
-        self.check_model(body.model)
         self._router.require_decode()
         salt = arrival.identity.cache_salt(body.cache_salt)
         if len(body.prompt) * (body.n or 1) > MAX_SEQUENCES:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from isthmus.common.clock import Clock
 from isthmus.common.cluster import InstanceInfo, InstanceState, Role
 from isthmus.common.errors import InstanceLostError, IsthmusError, NoInstanceError, TransferError
 from isthmus.common.hashing import block_hashes, root_hash
@@ -50,8 +51,9 @@ class ChoiceQuery:
 
 
 class RouterClient:
-    def __init__(self, router: Router) -> None:
+    def __init__(self, router: Router, clock: Clock) -> None:
         self._router = router
+        self._clock = clock
 
     def route(self, query: ChoiceQuery) -> RouteDecision:
         """Raises NoInstanceError or CapacityError."""
@@ -96,6 +98,17 @@ class RouterClient:
         """Those of these that have not restarted since: whoever has is a new instance."""
         now = {info.ref for info in self.instances()}
         return frozenset(ref.instance_id for ref in refs if ref in now)
+
+    def servers(self) -> list[InstanceId]:
+        """Decode and mixed instances that the router would choose from now."""
+        now_ns = self._clock.monotonic_ns()
+        return [
+            view.instance_id
+            for view in self._router.cluster.by_role(Role.DECODE, Role.MIXED)
+            if view.info.state is InstanceState.READY
+            and not view.is_suspect
+            and view.breaker.allows(now_ns)
+        ]
 
     def decode_refs(self) -> list[InstanceRef]:
         """Instances to which a stream must be open."""

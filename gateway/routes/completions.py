@@ -53,7 +53,10 @@ async def _create(
     planner: Planner[BodyT],
     form: type[ChatFormat] | type[CompletionFormat],
 ) -> Response:
-    """Admission before the body, the body before the tokens, the tokens before any instance."""
+    """Admission before the body, the body before the tokens, the tokens before any instance.
+
+    Without anybody to serve it a request waits before work is done for it.
+    """
     gateway = gateway_of(request)
     slot: Slot | None = None
     try:
@@ -68,6 +71,8 @@ async def _create(
             arrived_ns=arrived_ns,
         )
         body = parse_body(model, raw)
+        gateway.pipeline.check_model(body.model)
+        await gateway.waiting.until_served(request.receive)
         plan = await planner(body, arrival)
     except BaseException as error:
         if slot is not None:

@@ -147,7 +147,8 @@ async def test_a_loss_may_be_configured_to_end_the_stream_with_an_error(
 async def test_the_only_decode_instance_lost_ends_streams_with_an_error(
     model: Path, oracle: Oracle, tmp_path: Path, how: signal.Signals
 ) -> None:
-    async with serving(model, oracle, tmp_path, Role.PREFILL, Role.DECODE) as running:
+    pair = (Role.PREFILL, Role.DECODE)
+    async with serving(model, oracle, tmp_path, *pair, gateway={"instance_wait_ms": 0}) as running:
         answer = running.submit(make_prompt(60, 1), max_tokens=1_000)
         early = running.submit(make_prompt(LONG, 2), max_tokens=8)
         await answer.until(5)

@@ -21,6 +21,7 @@ from tests.support.poll import poll_until
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 TEXT = "the one zeta 안 two"
+NO_WAIT = ClusterConfig(gateway=GatewayConfig(instance_wait_ms=0))
 
 
 @pytest_asyncio.fixture
@@ -129,7 +130,7 @@ async def test_a_stream_may_be_configured_to_end_with_an_error(tmp_path: Path) -
 @pytest.mark.asyncio
 async def test_with_nobody_left_a_stream_ends_with_an_error_event(tmp_path: Path) -> None:
     fakes = [FakeDecode("decode-0")]
-    async with running_gateway(tmp_path, fakes) as gateway:
+    async with running_gateway(tmp_path, fakes, NO_WAIT) as gateway:
         hold_at(gateway, fakes, 3)
         events = await broken_stream(gateway, fakes)
         error = json.loads(events.strip().split("\n\n")[-2].removeprefix("data: "))["error"]
@@ -155,7 +156,7 @@ async def broken_stream(gateway: RunningGateway, fakes: list[FakeDecode]) -> str
 @pytest.mark.asyncio
 async def test_with_nobody_left_a_whole_answer_is_a_502(tmp_path: Path) -> None:
     fakes = [FakeDecode("decode-0")]
-    async with running_gateway(tmp_path, fakes) as gateway, gateway.openai() as client:
+    async with running_gateway(tmp_path, fakes, NO_WAIT) as gateway, gateway.openai() as client:
         hold_at(gateway, fakes, 3)
         asking = asyncio.create_task(
             client.chat.completions.create(model="tiny", messages=MESSAGES)
@@ -239,7 +240,7 @@ async def test_an_instance_that_leaves_the_cluster_fails_its_requests_at_once(
     tmp_path: Path,
 ) -> None:
     fake = FakeDecode()
-    async with running_gateway(tmp_path, [fake]) as gateway, gateway.http() as client:
+    async with running_gateway(tmp_path, [fake], NO_WAIT) as gateway, gateway.http() as client:
         hold_at(gateway, [fake], 0)
         body = {"model": "tiny", "messages": MESSAGES}
         asking = asyncio.create_task(client.post("/v1/chat/completions", json=body))

@@ -461,7 +461,8 @@ async def test_too_large_and_too_many_are_told_before_any_work(tmp_path: Path) -
 
 @pytest.mark.asyncio
 async def test_without_instances_the_answer_is_503_and_ready_says_why(tmp_path: Path) -> None:
-    async with running_gateway(tmp_path) as gateway, gateway.http() as client:
+    config = ClusterConfig(gateway=GatewayConfig(instance_wait_ms=0))
+    async with running_gateway(tmp_path, (), config) as gateway, gateway.http() as client:
         answer = await client.post("/v1/completions", json={"model": "tiny", "prompt": "x"})
         assert answer.status_code == 503
         assert "retry-after" in answer.headers
