@@ -2,11 +2,13 @@
 
 A field is one of three kinds: supported (declared here), known to OpenAI but not supported (in
 ``_REFUSED``, with the values that mean "not used"), or unknown (refused as such). ``null`` always
-means the default.
+means the default. Values have the type that JSON gives them: ``"2"`` or ``true`` is no number, and
+``1`` no truth value; a whole number will do where a fraction may stand.
 """
 
 from __future__ import annotations
 
+import re
 import reprlib
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
@@ -19,6 +21,9 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    StrictBool,
+    StrictFloat,
+    StrictInt,
     ValidationError,
     field_validator,
     model_validator,
@@ -30,7 +35,8 @@ MAX_LOGPROBS = 20
 MAX_FIELDS = 256
 MAX_MESSAGES = 16_384
 MAX_LOGIT_BIAS = 65_536
-MAX_TOKEN_ID_DIGITS = 10
+# Bounded: Python refuses to read a number of thousands of digits.
+_TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
 _UNSET: tuple[Any, ...] = (None, [], {}, False)
 # Known parameters that are not supported → values that ask for nothing and are accepted.
 _REFUSED: dict[str, tuple[Any, ...]] = {
@@ -80,7 +86,7 @@ class Body(BaseModel):
 
 
 class StreamOptions(Body):
-    include_usage: bool = False
+    include_usage: StrictBool = False
     include_obfuscation: Literal[False] | None = None
 
 
@@ -88,26 +94,26 @@ class GenerationBody(Body):
     """What chat and plain completions share."""
 
     model: str
-    stream: bool | None = None
+    stream: StrictBool | None = None
     stream_options: StreamOptions | None = None
-    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
-    max_tokens: int | None = Field(None, ge=0)
-    min_tokens: int | None = Field(None, ge=0)
+    n: StrictInt | None = Field(None, ge=1, le=MAX_CHOICES)
+    max_tokens: StrictInt | None = Field(None, ge=0)
+    min_tokens: StrictInt | None = Field(None, ge=0)
     stop: tuple[str | Token, ...] | None = Field(None, max_length=MAX_STOPS)
     stop_token_ids: tuple[Token, ...] | None = Field(None, fail_fast=True)
-    ignore_eos: bool | None = None
-    temperature: float | None = Field(None, ge=0)
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1, lt=2**31)
-    min_p: float | None = Field(None, ge=0, le=1)
-    presence_penalty: float | None = Field(None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    repetition_penalty: float | None = Field(None, ge=REPETITION_PENALTY_RANGE[0], le=10)
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
-    seed: int | None = None
-    priority: int | None = Field(None, ge=-(2**31), lt=2**31)
+    ignore_eos: StrictBool | None = None
+    temperature: StrictFloat | None = Field(None, ge=0)
+    top_p: StrictFloat | None = Field(None, gt=0, le=1)
+    top_k: StrictInt | None = Field(None, ge=-1, lt=2**31)
+    min_p: StrictFloat | None = Field(None, ge=0, le=1)
+    presence_penalty: StrictFloat | None = Field(None, ge=-2, le=2)
+    frequency_penalty: StrictFloat | None = Field(None, ge=-2, le=2)
+    repetition_penalty: StrictFloat | None = Field(None, ge=REPETITION_PENALTY_RANGE[0], le=10)
+    logit_bias: dict[str, Annotated[StrictFloat, Field(ge=-100, le=100)]] | None = None
+    seed: StrictInt | None = None
+    priority: StrictInt | None = Field(None, ge=-(2**31), lt=2**31)
     cache_salt: str | None = None
-    return_token_ids: bool | None = None
+    return_token_ids: StrictBool | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -129,9 +135,9 @@ class GenerationBody(Body):
     @field_validator("logit_bias", mode="before")
     @classmethod
     def _bias_by_token_id(cls, value: Any) -> Any:
-        """Bounds the digits too: Python refuses to read a number of thousands of them."""
+        """One way to write each id, so that none is named twice."""
         for name in _at_most(MAX_LOGIT_BIAS, value) if isinstance(value, dict) else ():
-            if not (name.isascii() and name.isdigit() and len(name) <= MAX_TOKEN_ID_DIGITS):
+            if not _TOKEN_ID.fullmatch(name):
                 raise ValueError(f"{_short(name)} is not a token id")
         return value
 
@@ -197,11 +203,11 @@ _NOT_TOO_MANY = BeforeValidator(lambda value: _at_most(MAX_MESSAGES, value))
 
 class ChatBody(GenerationBody):
     messages: Annotated[tuple[ChatMessage, ...], Field(min_length=1, fail_fast=True), _NOT_TOO_MANY]
-    max_completion_tokens: int | None = Field(None, ge=1)
-    max_tokens: int | None = Field(None, ge=1)
-    logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    add_generation_prompt: bool = True
+    max_completion_tokens: StrictInt | None = Field(None, ge=1)
+    max_tokens: StrictInt | None = Field(None, ge=1)
+    logprobs: StrictBool | None = None
+    top_logprobs: StrictInt | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    add_generation_prompt: StrictBool = True
     chat_template_kwargs: dict[str, Any] | None = None
 
     @model_validator(mode="after")
@@ -226,8 +232,8 @@ class ChatBody(GenerationBody):
 
 class CompletionBody(GenerationBody):
     prompt: tuple[Prompt, ...]
-    echo: bool | None = None
-    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    echo: StrictBool | None = None
+    logprobs: StrictInt | None = Field(None, ge=0, le=MAX_LOGPROBS)
 
     @field_validator("prompt", mode="before")
     @classmethod
@@ -246,10 +252,10 @@ class TokenizeBody(Body):
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[tuple[ChatMessage, ...] | None, Field(fail_fast=True), _NOT_TOO_MANY] = None
-    add_special_tokens: bool = True
-    add_generation_prompt: bool = True
+    add_special_tokens: StrictBool = True
+    add_generation_prompt: StrictBool = True
     chat_template_kwargs: dict[str, Any] | None = None
-    return_token_strs: bool = False
+    return_token_strs: StrictBool = False
 
     @model_validator(mode="after")
     def _exactly_one(self) -> TokenizeBody:
@@ -262,7 +268,7 @@ class TokenizeBody(Body):
 class DetokenizeBody(Body):
     model: str | None = None
     tokens: tuple[Token, ...] = Field(fail_fast=True)
-    skip_special_tokens: bool = False
+    skip_special_tokens: StrictBool = False
 
 
 def parse_prompts(value: Any) -> tuple[Prompt, ...]:

@@ -103,6 +103,43 @@ def test_values_out_of_range_name_their_parameter(extra: dict[str, object]) -> N
     assert re.split(r"[.\[]", caught.value.param or "")[0] in {*extra, "max_tokens"}
 
 
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"n": True},
+        {"n": "2"},
+        {"n": 2.0},
+        {"seed": "1"},
+        {"max_tokens": "16"},
+        {"logprobs": True},
+        {"temperature": "0.5"},
+        {"temperature": True},
+        {"top_p": "1"},
+        {"echo": "yes"},
+        {"echo": 1},
+        {"stream": "true"},
+        {"ignore_eos": 0},
+        {"logit_bias": {"1": "3"}},
+        {"logit_bias": {"1": True}},
+        {"logit_bias": {"01": 5, "1": 7}},
+        {"logit_bias": {"00": 5}},
+    ],
+)
+def test_a_value_of_another_type_is_not_taken_for_what_it_looks_like(
+    extra: dict[str, object],
+) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        completion(**extra)
+    assert (caught.value.param or "").partition(".")[0] in extra
+    assert "got " in caught.value.message
+
+
+def test_a_whole_number_will_do_for_a_fraction() -> None:
+    body = completion(temperature=1, top_p=1, logit_bias={"0": 5, "10": -1.5}, presence_penalty=0)
+    assert (body.temperature, body.top_p, body.presence_penalty) == (1, 1, 0)
+    assert body.logit_bias == {"0": 5, "10": -1.5}
+
+
 @pytest.mark.parametrize("raw", [b"", b"{", b"[]", b"1", b'{"model": NaN}', b"\xff"])
 def test_a_body_that_is_no_object_is_an_invalid_request(raw: bytes) -> None:
     with pytest.raises(InvalidRequestError):
