@@ -8,7 +8,8 @@ For u uncached tokens after c cached ones, on an instance with the fitted ``Late
 
 Queue = work in the last report, less what was done since, plus what the ledger knows is pending.
 Decode load is projected to the time of the handoff: requests still at prefill count. Everything is
-in milliseconds. Each instance carries two factors, the smoothed ratio of measured to predicted.
+in milliseconds. Each instance carries two factors, the smoothed ratio of what was measured to what
+the model alone had said, so that late news of many requests corrects once and not many times.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ class PrefillOption:
     wait_ms: float
     prefill_ms: float
     ttft_ms: float
+    factor: float  # that the three times above contain
 
 
 @dataclass(slots=True)
@@ -63,7 +65,13 @@ class Predictor:
         self._stale_load_ms = stale_load_ms
 
     def prefill_option(
-        self, view: InstanceView, pending: PendingLoad, query: RouteQuery, depth: int, now_ns: int
+        self,
+        view: InstanceView,
+        pending: PendingLoad,
+        query: RouteQuery,
+        depth: int,
+        now_ns: int,
+        least_factor: float = 0.0,
     ) -> PrefillOption:
         """``depth`` = leading blocks of the prompt in this instance's prefix cache."""
         cached = cached_tokens(view, query, depth) if depth else 0
@@ -78,14 +86,15 @@ class Predictor:
             elif age_ms < view.reported_work_ms:
                 queued_ms = view.reported_work_ms - age_ms
         model = view.info.latency
-        factor = view.prefill_factor
+        factor = max(view.prefill_factor, least_factor)
         wait_ms = (queued_ms + pending.prefill_ms) * factor
         prefill_ms = factor * (
             model.prefill_base * -(-uncached // view.info.max_num_batched_tokens)
             + model.prefill_token * uncached
             + model.prefill_pair * uncached * (cached + uncached / 2)
         )
-        return PrefillOption(view, cached, uncached, wait_ms, prefill_ms, wait_ms + prefill_ms)
+        ttft_ms = wait_ms + prefill_ms
+        return PrefillOption(view, cached, uncached, wait_ms, prefill_ms, ttft_ms, factor)
 
     def decode_option(
         self, view: InstanceView, pending: PendingLoad, query: RouteQuery, depth: int, now_ns: int
@@ -122,21 +131,35 @@ class Predictor:
         return DecodeOption(view, cached, num_tokens - cached, num_seqs, step_ms, wait_ms, is_full)
 
     def local_option(
-        self, decode: DecodeOption, pending: PendingLoad, query: RouteQuery, now_ns: int
+        self,
+        decode: DecodeOption,
+        pending: PendingLoad,
+        query: RouteQuery,
+        now_ns: int,
+        least_factor: float = 0.0,
     ) -> PrefillOption:
-        """The prompt computed by the decode instance, its chunks beside its decode steps."""
+        """The prompt computed by the decode instance, its chunks beside its decode steps.
+
+        ``least_factor``: of the prefill instances that could do it. A decode instance that computes
+        few prompts has not shown yet how slow it is, so it must not look better than they do.
+        """
         depth = decode.cached_tokens // decode.view.block_size
-        option = self.prefill_option(decode.view, pending, query, depth, now_ns)
+        option = self.prefill_option(decode.view, pending, query, depth, now_ns, least_factor)
         num_chunks = -(-option.uncached_tokens // decode.view.info.max_num_batched_tokens)
         option.prefill_ms += num_chunks * decode.tpot_ms
         option.ttft_ms = option.wait_ms + option.prefill_ms
         return option
 
-    def observe_ttft(self, view: InstanceView, predicted_ms: float, measured_ms: float) -> None:
-        view.prefill_factor = _corrected(view.prefill_factor, predicted_ms, measured_ms)
+    def observe_ttft(
+        self, view: InstanceView, predicted_ms: float, factor: float, measured_ms: float
+    ) -> None:
+        """``factor``: that the prediction contained when it was made."""
+        view.prefill_factor = _corrected(view.prefill_factor, factor, predicted_ms, measured_ms)
 
-    def observe_tpot(self, view: InstanceView, predicted_ms: float, measured_ms: float) -> None:
-        view.decode_factor = _corrected(view.decode_factor, predicted_ms, measured_ms)
+    def observe_tpot(
+        self, view: InstanceView, predicted_ms: float, factor: float, measured_ms: float
+    ) -> None:
+        view.decode_factor = _corrected(view.decode_factor, factor, predicted_ms, measured_ms)
 
 
 def expected_output(query: RouteQuery) -> int:
@@ -155,7 +178,7 @@ def burden(query: RouteQuery, prefill: PrefillOption, decode: DecodeOption) -> B
     """What the ledger books for a request that is sent to this pair."""
     return Burden(
         prefill_tokens=prefill.uncached_tokens,
-        prefill_ms=prefill.prefill_ms,
+        prefill_ms=prefill.prefill_ms / prefill.factor,
         context_tokens=query.num_prompt_tokens + expected_output(query) // 2,
         blocks=query.num_prompt_tokens // decode.view.block_size + 1,
     )
@@ -167,8 +190,8 @@ def transfer_ms(decode: DecodeOption) -> float:
     return TRANSFER_SETUP_MS + num_bytes / TRANSFER_BYTES_PER_MS
 
 
-def _corrected(factor: float, predicted_ms: float, measured_ms: float) -> float:
-    ratio = (measured_ms + RATIO_FLOOR_MS) / (predicted_ms + RATIO_FLOOR_MS)
+def _corrected(now: float, then: float, predicted_ms: float, measured_ms: float) -> float:
+    """``now`` moved towards the factor that would have made the prediction right."""
+    right = then * (measured_ms + RATIO_FLOOR_MS) / (predicted_ms + RATIO_FLOOR_MS)
     low, high = FACTOR_RANGE
-    updated = factor * (1 + FACTOR_SMOOTHING * (min(max(ratio, low), high) - 1))
-    return min(max(updated, low), high)
+    return now + FACTOR_SMOOTHING * (min(max(right, low), high) - now)

@@ -38,6 +38,8 @@ class _Open:
     prefill: InstanceRef  # where the prompt is computed, local or not
     decode: InstanceRef
     at_ns: int
+    prefill_factor: float  # that the predictions contain
+    decode_factor: float
 
 
 class Router:
@@ -131,10 +133,14 @@ class Router:
             for prefill in prefills.pop(key):
                 filtered[prefill.view.instance_id] = FilterReason.INCOMPATIBLE
 
+        factors = {
+            key: min([option.factor for option in options]) for key, options in prefills.items()
+        }
+
         def local(decode: DecodeOption) -> PrefillOption:
-            return self._predictor.local_option(
-                decode, pending(decode.view.instance_id), query, now_ns
-            )
+            load = pending(decode.view.instance_id)
+            least_factor = factors.get(decode.view.key, 0.0)
+            return self._predictor.local_option(decode, load, query, now_ns, least_factor)
 
         return Pool(prefills, decodes, local, self._config.min_remote_tokens)
 
@@ -167,7 +173,12 @@ class Router:
             view.last_chosen = self._turn
             view.breaker.dispatched(decision.decision_id, now_ns)
         self._open[decision.decision_id] = _Open(
-            decision, prefill.info.ref, decode.info.ref, now_ns
+            decision,
+            prefill.info.ref,
+            decode.info.ref,
+            now_ns,
+            chosen.prefill.factor,
+            decode.decode_factor,
         )
         if decode.load is None or prefill.load is None:
             metrics.ROUTE_FALLBACK.inc()
@@ -184,7 +195,8 @@ class Router:
         view = self._view(made.prefill)
         if view is not None:
             measured_ms = (now_ns - made.at_ns) / NS_PER_MS
-            self._predictor.observe_ttft(view, made.decision.predicted_ttft_ms, measured_ms)
+            predicted_ms = made.decision.predicted_ttft_ms
+            self._predictor.observe_ttft(view, predicted_ms, made.prefill_factor, measured_ms)
 
     def _finished(self, made: _Open, outcome: Outcome, now_ns: int) -> None:
         """Credits both legs. Not before the end: only then is it known who computed the prompt."""
@@ -195,7 +207,8 @@ class Router:
         decode = self._view(made.decode)
         if decode is not None and outcome.tpot_ms is not None:
             predicted_ms = made.decision.predicted_tpot_ms
-            self._predictor.observe_tpot(decode, predicted_ms, outcome.tpot_ms)
+            factor = made.decode_factor
+            self._predictor.observe_tpot(decode, predicted_ms, factor, outcome.tpot_ms)
 
     def _blame(self, made: _Open | None, failed: InstanceId, now_ns: int) -> None:
         """Only the epoch that failed: whoever restarted meanwhile is not to blame."""

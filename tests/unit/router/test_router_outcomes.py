@@ -237,6 +237,28 @@ def test_predictions_follow_what_is_measured() -> None:
     assert decision.predicted_tpot_ms == pytest.approx(2 * first.predicted_tpot_ms, rel=0.1)
 
 
+def test_a_burst_corrects_a_prediction_once_and_not_for_every_request() -> None:
+    """All were predicted before the first of them told that the instance is half as fast."""
+    cluster = Cluster(1, 1)
+    decisions = [cluster.router.route(make_query(name=str(number))) for number in range(50)]
+    assert all(decision.prefill is not None for decision in decisions)
+    past_ms = 0.0
+    for decision in decisions:
+        cluster.clock.advance_ms(2 * decision.predicted_ttft_ms - past_ms)
+        past_ms = 2 * decision.predicted_ttft_ms
+        cluster.router.report(decision.decision_id, Outcome.first_token())
+        cluster.router.report(decision.decision_id, Outcome.finished())
+    factor = cluster.router.cluster.views[P0].prefill_factor
+    assert factor == pytest.approx(2, rel=0.05)
+    cluster.report("p0")
+    cluster.report("d0")
+    again = [cluster.router.route(make_query(name=f"again {number}")) for number in range(50)]
+    # A queue is as slow as its requests, and not once more by the factor …
+    assert again[-1].predicted_ttft_ms == pytest.approx(factor * 50 * 325, rel=0.01)
+    # … and the decode instance, of which nothing is known, is not taken for twice as fast.
+    assert all(decision.prefill is not None for decision in again)
+
+
 # --- re-routing -----------------------------------------------------------------------------
 
 
