@@ -47,7 +47,7 @@ async def test_killed_before_the_last_chunk(model: Path, oracle: Oracle, tmp_pat
             running.check(await answer.end())
         assert await moved.by("isthmus_local_prefill_total", reason="prefill_failed") == 2
         assert await moved.by("isthmus_requests_total", outcome="ok") == 2
-        # A dead writer is proven dead: nobody waits for the transfer's deadline of 30 s.
+        # A dead writer is proven dead: nobody waits for the request's deadline.
         await running.wait_at_rest(timeout_s=12)
         assert (await running.restart("prefill-0")).epoch == 2
         await check_serves_remotely(running, salt=3)
@@ -87,10 +87,11 @@ async def test_with_the_prefill_pool_gone_decode_computes_prompts_itself(
         await check_serves_remotely(running, salt=10)
 
 
-async def test_a_transfer_that_stalls_ends_at_its_deadline(
+async def test_a_prefill_instance_that_stops_is_not_waited_for(
     model: Path, oracle: Oracle, tmp_path: Path
 ) -> None:
-    """The stopped process holds its connections, so only the transfer's own deadline tells."""
+    """The stopped process holds its connections: the transfer's patience tells when it was
+    stopped with blocks on their way, else the keepalive of the stream does."""
     transfer = {"deadline_ms": 2_500, "quarantine_ms": 300}
     async with serving(model, oracle, tmp_path, *PAIR, transfer=transfer) as running:
         moved = await Moved.mark(running)
@@ -104,8 +105,11 @@ async def test_a_transfer_that_stalls_ends_at_its_deadline(
             prefill.signal(signal.SIGCONT)
         assert await moved.by("isthmus_local_prefill_total", reason="prefill_failed") == 1
         decode = await running.metrics("decode-0")
-        ended = decode.get("isthmus_kv_transfers_total", side="receive", state="expired")
-        assert ended == 1
+        ends = ("expired", "failed")
+        ended = [
+            decode.get("isthmus_kv_transfers_total", side="receive", state=end) for end in ends
+        ]
+        assert sum(ended) == 1
         # Awake again it ends what it had begun, and nothing of that lands in anybody's blocks.
         await running.wait_serving()
         await check_serves_remotely(running, salt=20)
