@@ -8,6 +8,8 @@
     │   ├── ContextLengthError         400
     │   ├── RequestTooLargeError       413
     │   ├── ModelNotFoundError         404
+    │   ├── UnknownRouteError          404
+    │   ├── MethodNotAllowedError      405
     │   └── AuthenticationError        401
     ├── CapacityError                  503  try again later
     │   ├── RateLimitedError           429
@@ -88,6 +90,18 @@ class ModelNotFoundError(InvalidRequestError):
     code = "model_not_found"
     grpc_status = "NOT_FOUND"
     http_status = 404
+
+
+class UnknownRouteError(InvalidRequestError):
+    code = "unknown_route"
+    grpc_status = "NOT_FOUND"
+    http_status = 404
+
+
+class MethodNotAllowedError(InvalidRequestError):
+    code = "method_not_allowed"
+    grpc_status = "UNIMPLEMENTED"
+    http_status = 405
 
 
 class AuthenticationError(InvalidRequestError):

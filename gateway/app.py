@@ -11,12 +11,12 @@ from isthmus.common.errors import (
     InternalError,
     InvalidRequestError,
     IsthmusError,
-    ModelNotFoundError,
-    UnsupportedParameterError,
+    MethodNotAllowedError,
+    UnknownRouteError,
 )
 from isthmus.common.logging import get_logger
 from isthmus.gateway.choice import ChoiceServices
-from isthmus.gateway.context import Gateway
+from isthmus.gateway.context import Gateway, request_id_of
 from isthmus.gateway.decode_client import DecodeClient
 from isthmus.gateway.error_response import error_response
 from isthmus.gateway.limits import InflightLimiter, KeyRing
@@ -89,7 +89,7 @@ def create_app(gateway: Gateway) -> FastAPI:
 
 async def _typed_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, IsthmusError), "registered for this type"
-    return error_response(error, _request_id_header(request))
+    return error_response(error, {"x-request-id": request_id_of(request)})
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
@@ -97,14 +97,14 @@ async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException), "registered for this type"
     typed: IsthmusError
     if error.status_code == 404:
-        typed = ModelNotFoundError(f"there is no {request.url.path}", stage="receive")
+        typed = UnknownRouteError(f"there is no {request.url.path}", stage="receive")
     elif error.status_code == 405:
-        typed = UnsupportedParameterError(
-            f"{request.url.path} does not take {request.method}", stage="receive"
-        )
+        message = f"{request.url.path} does not take {request.method}"
+        typed = MethodNotAllowedError(message, stage="receive")
     else:
         typed = InvalidRequestError(str(error.detail), stage="receive")
-    response = error_response(typed, {**(error.headers or {}), **_request_id_header(request)})
+    headers = {**(error.headers or {}), "x-request-id": request_id_of(request)}
+    response = error_response(typed, headers)
     response.status_code = error.status_code
     return response
 
@@ -112,9 +112,5 @@ async def _http_error(request: Request, error: Exception) -> Response:
 async def _unexpected(request: Request, error: Exception) -> Response:
     """The last resort of the process edge: logged with its traceback, told without it."""
     _log.error("unexpected error", path=request.url.path, exc_info=error)
-    return error_response(InternalError("internal error", stage="gateway"))
-
-
-def _request_id_header(request: Request) -> dict[str, str]:
-    request_id = request.scope.get("isthmus.request_id")
-    return {"x-request-id": request_id} if isinstance(request_id, str) else {}
+    error_to_tell = InternalError("internal error", stage="gateway")
+    return error_response(error_to_tell, {"x-request-id": request_id_of(request)})

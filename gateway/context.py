@@ -18,6 +18,7 @@ from isthmus.gateway.router_client import RouterClient
 from isthmus.gateway.waiting import WaitingRoom
 from starlette.requests import Request
 
+_SCOPE_KEY = "isthmus.request_id"
 _CLIENT_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -45,19 +46,18 @@ def gateway_of(request: Request) -> Gateway:
 
 
 def admit(request: Request) -> Identity:
-    """Gives the request its id (header ``x-request-id``) and checks its key.
-
-    Raises AuthenticationError.
-    """
-    given = request.headers.get("x-request-id", "")
-    header_id = given if _CLIENT_ID.fullmatch(given) else new_request_id()
-    request.scope["isthmus.request_id"] = header_id
+    """Checks the request's key. Raises AuthenticationError."""
     return gateway_of(request).keys.identify(request.headers)
 
 
 def request_id_of(request: Request) -> str:
-    """As the client knows it."""
-    return cast("str", request.scope["isthmus.request_id"])
+    """As the client knows it: header ``x-request-id``, its own or a new one."""
+    known = request.scope.get(_SCOPE_KEY)
+    if known is None:
+        given = request.headers.get("x-request-id", "")
+        known = given if _CLIENT_ID.fullmatch(given) else new_request_id()
+        request.scope[_SCOPE_KEY] = known
+    return cast("str", known)
 
 
 def internal_id(request: Request) -> str:

@@ -362,14 +362,21 @@ async def test_other_errors_have_openais_shape_too(gateway: RunningGateway) -> N
         with pytest.raises(openai.NotFoundError, match="other"):
             await client.chat.completions.create(model="other", messages=MESSAGES)
     async with gateway.http() as client:
-        for method, path, status in (
-            ("GET", "/nothing", 404),
-            ("GET", "/v1/chat/completions", 405),
-            ("POST", "/v1/chat/completions", 400),
+        for method, path, status, code in (
+            ("GET", "/nothing", 404, "unknown_route"),
+            ("GET", "/v1/models/other", 404, "model_not_found"),
+            ("GET", "/v1/chat/completions", 405, "method_not_allowed"),
+            ("DELETE", "/v1/models", 405, "method_not_allowed"),
+            ("POST", "/v1/chat/completions", 400, "invalid_request"),
         ):
             answer = await client.request(method, path, content=b"{not json")
             assert answer.status_code == status
-            assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+            error = answer.json()["error"]
+            assert set(error) == {"message", "type", "param", "code"}
+            assert (error["code"], error["type"]) == (code, "invalid_request_error")
+            assert answer.headers["x-request-id"]
+            if status == 405:
+                assert answer.headers["allow"]
 
 
 @pytest.mark.asyncio
