@@ -71,6 +71,12 @@ class Slot:
     def __init__(self, limiter: InflightLimiter) -> None:
         self._limiter: InflightLimiter | None = limiter
 
+    def __enter__(self) -> Slot:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
     def release(self) -> None:
         if self._limiter is not None:
             self._limiter.num_inflight -= 1

@@ -97,7 +97,7 @@ class Pipeline:
 
         def work() -> tuple[PreparedPrompt, ...]:
             text = self.render(body.messages, body.add_generation_prompt, body.chat_template_kwargs)
-            ids = self.tokenizer.encode(text, add_special_tokens=False)
+            ids = self._encode(text, add_special_tokens=False)
             default = self._config.default_max_tokens
             return (self._prepare(text, ids, body.token_limit, default, salt),)
 
@@ -145,10 +145,21 @@ class Pipeline:
         )
 
     async def tokenise(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Raises ContextLengthError for a text that the model could not hold."""
+
         def work() -> list[int]:
-            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            return self._encode(text, add_special_tokens=add_special_tokens)
 
         return await self._run(work, len(text))
+
+    async def detokenise(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """Raises InvalidRequestError for an id outside the vocabulary."""
+
+        def work() -> str:
+            self.tokenizer.check_ids(token_ids, "tokens")
+            return self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+        return await self._run(work, len(token_ids))
 
     # --- inside ---------------------------------------------------------------------------------
     async def _run(self, work: Callable[[], _T], size: int) -> _T:
@@ -156,9 +167,21 @@ class Pipeline:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Looks at the length first: megabytes take seconds, and are refused all the same."""
+        limit = self._router.max_model_len()
+        longest = self.tokenizer.longest_token
+        if limit is not None and longest and len(text) > limit * longest:
+            message = (
+                f"the model's context is {limit} tokens; the prompt has {len(text)} characters, "
+                f"which are at least {-(-len(text) // longest)} tokens"
+            )
+            raise ContextLengthError(message, stage="tokenise")
+        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
     def _encode_prompt(self, prompt: Prompt) -> tuple[str, Sequence[int]]:
         if isinstance(prompt, str):
-            return prompt, self.tokenizer.encode(prompt, add_special_tokens=True)
+            return prompt, self._encode(prompt, add_special_tokens=True)
         self.tokenizer.check_ids(prompt, "prompt")
         return self.tokenizer.decode_finished(prompt), prompt
 

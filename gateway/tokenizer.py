@@ -19,6 +19,7 @@ from isthmus.common.errors import InvalidRequestError, ModelFileError
 from isthmus.common.gguf_file import read_gguf
 from isthmus.common.model_files import ModelFiles, ModelKind
 from isthmus.gateway.gguf_tokenizer import build_gguf_tokenizer, byte_alphabet
+from isthmus.gateway.longest_token import NO_BOUND, longest_token
 from tokenizers import Tokenizer
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -32,6 +33,8 @@ class TextTokenizer:
     """By token id; empty for ids that the vocabulary leaves out."""
     special_token_ids: frozenset[int]
     eos_token_ids: tuple[int, ...]
+    longest_token: int = NO_BOUND
+    """Most characters of a text that one token stands for; NO_BOUND when nobody knows."""
     prefix_token_ids: tuple[int, ...] = ()
     """Put before a prompt that is encoded with special tokens (BOS), where the backend does not."""
     chat_template: str | None = None
@@ -125,10 +128,13 @@ def _assemble(
     added = backend.get_added_tokens_decoder()
     vocab = backend.get_vocab(with_added_tokens=True)
     size = max(vocab.values()) + 1
+    spec = json.loads(backend.to_str())
+    table = _bytes_of_tokens(spec, vocab, size, added.keys())
     return TextTokenizer(
         backend=backend,
         vocab_size=size,
-        token_bytes=_bytes_of_tokens(backend, vocab, size, added.keys()),
+        token_bytes=table,
+        longest_token=longest_token(spec, table),
         special_token_ids=frozenset(i for i, token in added.items() if token.special),
         eos_token_ids=eos_token_ids,
         prefix_token_ids=prefix_token_ids,
@@ -138,9 +144,9 @@ def _assemble(
 
 
 def _bytes_of_tokens(
-    backend: Tokenizer, vocab: dict[str, int], size: int, added: Any
+    spec: dict[str, Any], vocab: dict[str, int], size: int, added: Any
 ) -> tuple[bytes, ...]:
-    decoder = json.loads(backend.to_str())["decoder"] or {"type": "none"}
+    decoder = spec["decoder"] or {"type": "none"}
     kinds = {step["type"] for step in [decoder, *decoder.get("decoders", ())]}
     table = [b""] * size
     if "ByteLevel" in kinds:

@@ -8,6 +8,7 @@ from fastapi import APIRouter
 from isthmus.gateway.context import admit, gateway_of, request_id_of
 from isthmus.gateway.formats import token_bytes
 from isthmus.gateway.limits import read_body
+from isthmus.gateway.pipeline import Pipeline
 from isthmus.gateway.schemas import DetokenizeBody, TokenizeBody, parse_body
 from starlette.requests import Request
 from starlette.responses import JSONResponse
@@ -19,21 +20,16 @@ router = APIRouter()
 async def tokenize(request: Request) -> JSONResponse:
     admit(request)
     gateway = gateway_of(request)
-    body = parse_body(TokenizeBody, await read_body(request, gateway.config))
-    pipeline = gateway.pipeline
-    pipeline.check_model(body.model)
-    if body.messages is not None:
-        text = pipeline.render(body.messages, body.add_generation_prompt, body.chat_template_kwargs)
-        ids = await pipeline.tokenise(text, add_special_tokens=False)
-    else:
-        ids = await pipeline.tokenise(body.prompt or "", add_special_tokens=body.add_special_tokens)
+    with gateway.limiter.acquire():
+        body = parse_body(TokenizeBody, await read_body(request, gateway.config))
+        ids = await _tokenise(gateway.pipeline, body)
     content: dict[str, Any] = {
         "count": len(ids),
         "max_model_len": gateway.router.max_model_len(),
         "tokens": ids,
     }
     if body.return_token_strs:
-        tokenizer = pipeline.tokenizer
+        tokenizer = gateway.pipeline.tokenizer
         texts = [token_bytes(tokenizer, token_id).decode(errors="replace") for token_id in ids]
         content["token_strs"] = texts
     return JSONResponse(content, headers={"x-request-id": request_id_of(request)})
@@ -43,9 +39,20 @@ async def tokenize(request: Request) -> JSONResponse:
 async def detokenize(request: Request) -> JSONResponse:
     admit(request)
     gateway = gateway_of(request)
-    body = parse_body(DetokenizeBody, await read_body(request, gateway.config))
-    gateway.pipeline.check_model(body.model)
-    tokenizer = gateway.pipeline.tokenizer
-    tokenizer.check_ids(body.tokens, "tokens")
-    text = tokenizer.decode(body.tokens, skip_special_tokens=body.skip_special_tokens)
+    with gateway.limiter.acquire():
+        body = parse_body(DetokenizeBody, await read_body(request, gateway.config))
+        gateway.pipeline.check_model(body.model)
+        text = await gateway.pipeline.detokenise(
+            body.tokens, skip_special_tokens=body.skip_special_tokens
+        )
     return JSONResponse({"prompt": text}, headers={"x-request-id": request_id_of(request)})
+
+
+async def _tokenise(pipeline: Pipeline, body: TokenizeBody) -> list[int]:
+    pipeline.check_model(body.model)
+    if body.messages is None:
+        text, adds_special = body.prompt or "", body.add_special_tokens
+    else:
+        text = pipeline.render(body.messages, body.add_generation_prompt, body.chat_template_kwargs)
+        adds_special = False
+    return await pipeline.tokenise(text, add_special_tokens=adds_special)

@@ -476,3 +476,36 @@ async def test_without_instances_the_answer_is_503_and_ready_says_why(tmp_path: 
         ready = await client.get("/ready")
         assert ready.status_code == 503
         assert "no decode or mixed instance" in json.dumps(ready.json())
+
+
+@pytest.mark.asyncio
+async def test_a_text_that_cannot_fit_is_refused_by_its_length(gateway: RunningGateway) -> None:
+    text = "x" * (512 * gateway.tokenizer.longest_token + 1)
+    bodies: tuple[tuple[str, dict[str, object]], ...] = (
+        ("/v1/completions", {"model": "tiny", "prompt": text}),
+        ("/v1/completions", {"model": "tiny", "prompt": ["x", text]}),
+        ("/v1/chat/completions", {"model": "tiny", "messages": [MESSAGES[0] | {"content": text}]}),
+        ("/tokenize", {"prompt": text}),
+        ("/tokenize", {"messages": [MESSAGES[0] | {"content": text}]}),
+    )
+    async with gateway.http() as client:
+        for path, body in bodies:
+            answer = await client.post(path, json=body)
+            assert answer.status_code == 400
+            assert answer.json()["error"]["code"] == "context_length_exceeded"
+            assert "characters, which are at least 51" in answer.text  # 513, or with the template
+        shorter = await client.post("/tokenize", json={"prompt": text[:-1]})
+        assert shorter.json()["count"] == len(text) - 1
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("path", ["/tokenize", "/detokenize"])
+async def test_routes_for_tokens_count_as_in_flight(tmp_path: Path, path: str) -> None:
+    config = ClusterConfig(gateway=GatewayConfig(max_inflight=1))
+    body = {"prompt": "x"} if path == "/tokenize" else {"tokens": [5]}
+    async with running_gateway(tmp_path, (), config) as gateway, gateway.http() as client:
+        with gateway.gateway.limiter.acquire():
+            assert (await client.post(path, json=body)).status_code == 429
+        assert (await client.post(path, json=body)).status_code == 200
+        assert (await client.post(path, json={})).status_code == 400
+        assert gateway.gateway.limiter.num_inflight == 0
