@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import importlib.util
-import json
 import os
 import socket
 from dataclasses import dataclass
@@ -19,10 +18,11 @@ from pathlib import Path
 import psutil
 from isthmus.common.cluster import Role
 from isthmus.common.config import ClusterConfig, ModelConfig, PoolConfig
-from isthmus.common.errors import ConfigError, ModelFileError
+from isthmus.common.errors import ConfigError
 from isthmus.common.gguf_file import read_gguf
 from isthmus.common.model_files import SAMPLE, ModelFiles, ModelKind, locate_model
 from isthmus.controlplane.actuators.base import pool_of
+from isthmus.controlplane.context_limit import longest_sequence, read_model_config
 
 GIB = 2**30
 PROCESS_BYTES = 450 * 2**20  # Python, torch and gRPC of one worker
@@ -50,6 +50,7 @@ def check(config: ClusterConfig) -> ClusterConfig:
     _check_pools(config)
     _check_packages(config)
     files = locate_model(config.model.path)
+    check_length(config.model.max_model_len, files)
     estimate = estimate_memory(config, files)
     check_memory(estimate, available_memory())
     if config.registry.port:
@@ -77,6 +78,16 @@ def _check_packages(config: ClusterConfig) -> None:
     for module, advice in needed.items():
         if importlib.util.find_spec(module) is None:
             raise ConfigError(f"{module} is not installed: {advice}", stage="start")
+
+
+def check_length(max_model_len: int, files: ModelFiles) -> None:
+    longest = longest_sequence(files)
+    if longest is not None and max_model_len > longest:
+        message = (
+            f"max_model_len {max_model_len} is beyond the model's limit of {longest} tokens; "
+            "choose a smaller --max-model-len"
+        )
+        raise ConfigError(message, stage="start")
 
 
 def _active_roles(config: ClusterConfig) -> list[Role]:
@@ -133,12 +144,7 @@ def weight_bytes(model: ModelConfig, files: ModelFiles) -> int:
 
 
 def _stored_dtype(folder: Path) -> str:
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelFileError(f"cannot read {folder}/config.json: {error}", stage="load") from error
-    if not isinstance(config, dict):
-        raise ModelFileError(f"{folder}/config.json holds no mapping", stage="load")
+    config = read_model_config(folder)
     return str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gguf import GGUFWriter
 from isthmus.common.config import ClusterConfig, load_config
 from isthmus.common.errors import ConfigError, ModelFileError
 from isthmus.common.model_files import ModelFiles, ModelKind
@@ -17,7 +18,7 @@ def config_of(**tree: Any) -> ClusterConfig:
     return load_config(overrides=tree, environ={})
 
 
-def model_folder(folder: Path, num_bytes: int, **config: str) -> ModelFiles:
+def model_folder(folder: Path, num_bytes: int, **config: Any) -> ModelFiles:
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "model.safetensors").write_bytes(bytes(num_bytes))
     return ModelFiles(ModelKind.HF, folder)
@@ -54,6 +55,54 @@ def test_broken_model_configuration_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ModelFileError, match=r"config\.json"):
         preflight.weight_bytes(config_of().model, files)
+
+
+@pytest.mark.parametrize(
+    ("config", "longest"),
+    [
+        ({"max_position_embeddings": 64}, 64),
+        ({"max_position_embeddings": 64, "rope_scaling": None}, 64),
+        ({"max_position_embeddings": 64, "rope_scaling": {"type": "linear", "factor": 4}}, 64),
+        ({"max_position_embeddings": 64, "rope_scaling": {"type": "dynamic", "factor": 2.5}}, 160),
+        (
+            {
+                "max_position_embeddings": 64,
+                "rope_parameters": {
+                    "rope_type": "yarn",
+                    "factor": 4,
+                    "original_max_position_embeddings": 32,
+                },
+            },
+            256,
+        ),
+        ({"max_position_embeddings": 64, "rope_scaling": {"type": "novel"}}, None),
+        ({}, None),
+    ],
+)
+def test_a_length_beyond_the_models_is_refused_before_anything_starts(
+    tmp_path: Path, config: dict[str, Any], longest: int | None
+) -> None:
+    files = model_folder(tmp_path, 10, **config)
+    preflight.check_length(0, files)
+    if longest is None:
+        preflight.check_length(10**6, files)
+        return
+    preflight.check_length(longest, files)
+    message = f"max_model_len {longest + 1} is beyond the model's limit of {longest} tokens"
+    with pytest.raises(ConfigError, match=message):
+        preflight.check_length(longest + 1, files)
+
+
+def test_the_limit_of_a_gguf_file_is_in_its_header(tmp_path: Path) -> None:
+    file = tmp_path / "tiny.gguf"
+    writer = GGUFWriter(str(file), "llama")
+    writer.add_context_length(128)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ConfigError, match="limit of 128 tokens; choose a smaller --max-model-len"):
+        preflight.check_length(129, ModelFiles(ModelKind.GGUF, file))
 
 
 def test_estimate_adds_every_instance_up(tmp_path: Path) -> None:
