@@ -8,13 +8,11 @@ from fastapi import FastAPI, Request
 from isthmus.common.clock import Clock
 from isthmus.common.config import ClusterConfig
 from isthmus.common.errors import (
-    InternalError,
     InvalidRequestError,
     IsthmusError,
     MethodNotAllowedError,
     UnknownRouteError,
 )
-from isthmus.common.logging import get_logger
 from isthmus.gateway.choice import ChoiceServices
 from isthmus.gateway.context import Gateway, request_id_of
 from isthmus.gateway.decode_client import DecodeClient
@@ -24,12 +22,11 @@ from isthmus.gateway.pipeline import Pipeline
 from isthmus.gateway.router_client import RouterClient
 from isthmus.gateway.routes import completions, models, operations, tokens
 from isthmus.gateway.tokenizer import TextTokenizer
+from isthmus.gateway.unexpected import UnexpectedErrors
 from isthmus.gateway.waiting import WaitingRoom
 from isthmus.router.router import Router
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
-
-_log = get_logger("gateway")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +80,7 @@ def create_app(gateway: Gateway) -> FastAPI:
         app.include_router(routes.router)
     app.add_exception_handler(IsthmusError, _typed_error)
     app.add_exception_handler(HTTPException, _http_error)
-    app.add_exception_handler(Exception, _unexpected)
+    app.add_middleware(UnexpectedErrors)
     return app
 
 
@@ -107,10 +104,3 @@ async def _http_error(request: Request, error: Exception) -> Response:
     response = error_response(typed, headers)
     response.status_code = error.status_code
     return response
-
-
-async def _unexpected(request: Request, error: Exception) -> Response:
-    """The last resort of the process edge: logged with its traceback, told without it."""
-    _log.error("unexpected error", path=request.url.path, exc_info=error)
-    error_to_tell = InternalError("internal error", stage="gateway")
-    return error_response(error_to_tell, {"x-request-id": request_id_of(request)})

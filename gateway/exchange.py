@@ -106,6 +106,11 @@ class Exchange:
         if self.error is None and not self.is_done:
             self._end_with(error)
 
+    def break_off(self, error: IsthmusError) -> None:
+        """Ends the request for a fault of the gateway's own, even one behind the last token."""
+        if self.error is None:
+            self._end_with(error)
+
     def close(self) -> None:
         """Frees everything and counts the request, once."""
         self._deadline.cancel()

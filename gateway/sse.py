@@ -17,6 +17,7 @@ from isthmus.common.errors import CancelledError, IsthmusError
 from isthmus.gateway.error_response import error_body
 from isthmus.gateway.exchange import Exchange
 from isthmus.gateway.formats import AnswerFormat
+from isthmus.gateway.unexpected import internal_error, log_unexpected
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -82,6 +83,10 @@ class EventStreamResponse(Response):
         try:
             async with cancel_when_client_leaves(receive, self._exchange):
                 await self._stream(send)
+        except Exception as error:  # noqa: BLE001 (the client has its status: tell it in an event)
+            log_unexpected(error, self._exchange.plan.request_id)
+            self._exchange.break_off(internal_error())
+            await self._end(send, frame(error_body(internal_error())))
         finally:
             self._exchange.close()
             self._on_end()

@@ -21,6 +21,7 @@ from isthmus.gateway.pipeline import Arrival
 from isthmus.gateway.plan import GenerationPlan
 from isthmus.gateway.schemas import ChatBody, CompletionBody, GenerationBody, parse_body
 from isthmus.gateway.sse import EventStreamResponse, cancel_when_client_leaves
+from isthmus.gateway.unexpected import internal_error
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -74,21 +75,22 @@ async def _create(
         gateway.pipeline.check_model(body.model)
         await gateway.waiting.until_served(request.receive)
         plan = await planner(body, arrival)
+        answer = form(
+            plan.request_id,
+            plan.model,
+            arrived_ns // NS_PER_S,
+            gateway.pipeline.tokenizer,
+            usage=body.wants_usage_chunk,
+            token_ids=bool(body.return_token_ids),
+        )
+        exchange = Exchange(plan, gateway.services, arrival.timeline)
     except BaseException as error:
         if slot is not None:
             slot.release()
-        if isinstance(error, IsthmusError):
-            count_refused(request_id_of(request), error)
+        if isinstance(error, Exception):
+            told = error if isinstance(error, IsthmusError) else internal_error()
+            count_refused(request_id_of(request), told)
         raise
-    exchange = Exchange(plan, gateway.services, arrival.timeline)
-    answer = form(
-        plan.request_id,
-        plan.model,
-        arrived_ns // NS_PER_S,
-        gateway.pipeline.tokenizer,
-        usage=body.wants_usage_chunk,
-        token_ids=bool(body.return_token_ids),
-    )
     return await _answer(request, exchange, answer, slot, streams=bool(body.stream))
 
 
@@ -110,6 +112,11 @@ async def _answer(
         content = orjson.dumps(answer.whole(exchange))
         exchange.mark_flushed(has_content=True)
         return Response(content, headers=headers, media_type="application/json")
+    except IsthmusError:
+        raise
+    except Exception:
+        exchange.break_off(internal_error())
+        raise
     finally:
         if not is_handed_over:
             exchange.close()
