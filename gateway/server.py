@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,6 +10,7 @@ from contextlib import contextmanager
 import uvicorn
 from fastapi import FastAPI
 from isthmus.common.errors import ConfigError
+from isthmus.common.logging import RateLimitedLog, get_logger
 
 BACKLOG = 2048
 KEEP_ALIVE_S = 75
@@ -33,10 +35,28 @@ def bind_socket(host: str, port: int) -> socket.socket:
     return listener
 
 
+class _ServerLog(logging.Handler):
+    """What uvicorn logs, in the format of all other lines, and one kind of warning once a while:
+    anybody who can connect can make it say "Invalid HTTP request received."."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._log = get_logger("http")
+        self._limited = RateLimitedLog(self._log)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.levelno >= logging.ERROR:
+            self._log.error(record.getMessage(), exc_info=record.exc_info)
+        else:
+            self._limited.warning(str(record.msg), record.getMessage())
+
+
 class HttpServer(uvicorn.Server):
     """Ends when ``should_exit`` is set; open streams then have ``drain_s`` to finish."""
 
     def __init__(self, app: FastAPI, drain_s: float) -> None:
+        logger = logging.getLogger("uvicorn.error")
+        logger.handlers, logger.propagate = [_ServerLog()], False
         super().__init__(
             uvicorn.Config(
                 app,
