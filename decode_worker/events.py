@@ -23,6 +23,7 @@ class TokenDelta:
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    timeline: Timeline | None = None
 
 
 @dataclass(frozen=True, slots=True)

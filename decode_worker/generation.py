@@ -21,6 +21,7 @@ deadline is a timer around all of them.
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from enum import Enum
 
 from isthmus.common.clock import NS_PER_S
@@ -253,11 +254,13 @@ class Generation:
             self._outbox.put(Started(self.request.request_id, self._num_cached_tokens))
 
     def _deliver(self, delta: TokenDelta) -> None:
+        """The first two deltas carry the timeline: the gateway may end the request any time now."""
+        has_news = self._timeline.at_ns(Event.SECOND_TOKEN) is None
         if self._delivered:
             self._timeline.mark(Event.SECOND_TOKEN, self._now())
         self._timeline.mark(Event.FIRST_TOKEN, self._now())
         self._delivered.extend(delta.token_ids)
-        self._outbox.put(delta)
+        self._outbox.put(replace(delta, timeline=self._timeline) if has_news else delta)
 
     def _finish(self, reason: FinishReason, stop_token_id: int | None) -> None:
         self._move(GenerationState.FINISHED)

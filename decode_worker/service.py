@@ -118,6 +118,7 @@ def to_response(events: list[GenerationEvent]) -> pb.GenerateResponse:
                     token_ids=event.token_ids,
                     logprobs=[logprob_to_pb(logprob) for logprob in event.logprobs],
                     prompt_logprobs=[logprob_to_pb(logprob) for logprob in event.prompt_logprobs],
+                    timeline=timeline_to_pb(event.timeline) if event.timeline else None,
                 )
             case Finished():
                 response.finished.append(_finished_to_pb(event))

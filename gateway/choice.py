@@ -187,6 +187,9 @@ class Choice:
         if not self.num_retries:
             self.num_cached_tokens = num_cached_tokens
 
+    def on_timeline(self, timeline: Timeline) -> None:
+        self.timeline.merge(timeline)
+
     def on_tokens(
         self,
         token_ids: Sequence[int],

@@ -64,6 +64,9 @@ class GenerationSink(Protocol):
 
     def on_started(self, num_cached_tokens: int) -> None: ...
 
+    def on_timeline(self, timeline: Timeline) -> None:
+        """What has happened on the instance so far; before the tokens it came with."""
+
     def on_tokens(
         self,
         token_ids: Sequence[int],
@@ -262,6 +265,8 @@ class _Stream:
             if isinstance(message, pb.TokenDelta):
                 logprobs = [convert.logprob_from_pb(item) for item in message.logprobs]
                 of_prompt = [convert.logprob_from_pb(item) for item in message.prompt_logprobs]
+                if message.HasField("timeline"):
+                    sink.on_timeline(convert.timeline_from_pb(message.timeline))
                 sink.on_tokens(message.token_ids, logprobs, of_prompt)
             elif isinstance(message, pb.Started):
                 sink.on_started(message.num_cached_tokens)

@@ -56,6 +56,22 @@ async def test_each_request_ends_with_one_line_and_its_stages(
 
 
 @pytest.mark.asyncio
+async def test_a_request_ended_by_a_stop_string_has_its_stages_too(
+    gateway: RunningGateway, fake: FakeDecode
+) -> None:
+    """The instance is told to abort: nothing more comes from it."""
+    fake.script = lambda _: Script(gateway.ids("the one two"), gate=asyncio.Event(), gate_at=2)
+    with capture_logs() as lines:
+        async with gateway.http() as client:
+            body = {"model": "tiny", "prompt": "x", "stop": " one", "stream": True}
+            await client.post("/v1/completions", json=body)
+        await poll_until(lambda: len(fake.aborted) == 1)
+    (line,) = [line for line in lines if line["event"] == "request ended"]
+    assert line["outcome"] == "ok"
+    assert line["first_flush_ms"] >= 0  # from the instance's first token to the client
+
+
+@pytest.mark.asyncio
 async def test_a_refused_request_has_its_line_too(gateway: RunningGateway) -> None:
     before = metrics.REQUESTS.labels(slo_class="default", outcome="unsupported_parameter")
     count = before._value.get()

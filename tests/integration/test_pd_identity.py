@@ -217,6 +217,9 @@ async def test_events_of_a_request_are_in_order(trio: Trio) -> None:
     assert pair.timeline["prefilled"] <= pair.timeline["first_token"]
     assert {"admitted", "scheduled", "prefilled", "first_token"} <= mixed.timeline.keys()
     assert "kv_ready" not in mixed.timeline
+    first, second = pair.early_timelines
+    assert {"admitted", "scheduled", "prefilled", "first_token"} <= first.keys()
+    assert second == pair.timeline
     assert mixed.finished is not None
     assert mixed.finished.local_reason == "mixed_role"
 

@@ -236,6 +236,9 @@ def _delta(
 ) -> decode_pb2.TokenDelta:
     sampling = request.sampling
     delta = decode_pb2.TokenDelta(request_id=request.request_id, token_ids=token_ids)
+    if is_first:
+        happened = Timeline({Event.PREFILLED: request.arrival_unix_ns + 1_000_000})
+        delta.timeline.CopyFrom(convert.timeline_to_pb(happened))
     if sampling.HasField("logprobs"):
         delta.logprobs.extend(_logprob(token, sampling.logprobs) for token in token_ids)
     if sampling.HasField("prompt_logprobs") and is_first:

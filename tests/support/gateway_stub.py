@@ -70,6 +70,7 @@ class Answer:
         self.tokens: list[int] = []
         self.logprobs: list[common_pb2.TokenLogprob] = []
         self.prompt_logprobs: list[common_pb2.TokenLogprob] = []
+        self.early_timelines: list[dict[str, int]] = []
         self.started: decode_pb2.Started | None = None
         self.finished: decode_pb2.Finished | None = None
         self.failed: decode_pb2.Failed | None = None
@@ -121,6 +122,9 @@ class GatewayStub:
                 answer.tokens.extend(delta.token_ids)
                 answer.logprobs.extend(delta.logprobs)
                 answer.prompt_logprobs.extend(delta.prompt_logprobs)
+                if delta.HasField("timeline"):
+                    events = delta.timeline.events
+                    answer.early_timelines.append({e.event: e.at_unix_ns for e in events})
                 answer.has_token.set()
             for finished in message.finished:
                 self.answers[finished.request_id].finished = finished

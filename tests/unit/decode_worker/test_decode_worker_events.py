@@ -42,7 +42,7 @@ def test_events_become_one_message() -> None:
     response = to_response(
         [
             Started(A, 16),
-            TokenDelta(A, (7,), (logprob,)),
+            TokenDelta(A, (7,), (logprob,), timeline=timeline),
             Finished(
                 A,
                 FinishReason.STOP,
@@ -58,6 +58,7 @@ def test_events_become_one_message() -> None:
     assert response.started[0].num_cached_tokens == 16
     assert list(response.deltas[0].token_ids) == [7]
     assert [item.token_id for item in response.deltas[0].logprobs[0].top] == [9, 7]
+    assert [item.event for item in response.deltas[0].timeline.events] == ["admitted"]
     finished = response.finished[0]
     assert finished.reason == common_pb2.FINISH_REASON_STOP
     assert (finished.stop_token_id, finished.local_reason) == (7, "prefill_failed")

@@ -10,6 +10,7 @@ import pytest_asyncio
 from isthmus.common.clock import SystemClock
 from isthmus.common.errors import InstanceLostError, InternalError, IsthmusError
 from isthmus.common.ids import DecisionId, InstanceId, RequestId
+from isthmus.common.timeline import Timeline
 from isthmus.common.types import (
     InstanceRef,
     Request,
@@ -37,6 +38,9 @@ class RecordingSink:
         return self.end is not None or self.error is not None
 
     def on_started(self, num_cached_tokens: int) -> None:
+        pass
+
+    def on_timeline(self, timeline: Timeline) -> None:
         pass
 
     def on_tokens(
