@@ -15,6 +15,7 @@ import orjson
 from isthmus.common.errors import IsthmusError
 from rich.console import Console
 from rich.markup import escape
+from rich.measure import Measurement
 from rich.table import Table
 
 
@@ -23,8 +24,9 @@ class OutputFormat(StrEnum):
     JSON = "json"
 
 
-# A pipe has no width: tables are then as wide as they need to be.
+# A pipe has no width.
 _WIDTH = None if sys.stdout.isatty() else 240
+_WIDEST = 1000
 stdout = Console(highlight=False, soft_wrap=True, width=_WIDTH)
 stderr = Console(stderr=True, highlight=False, soft_wrap=True)
 
@@ -62,3 +64,9 @@ def table(*columns: str) -> Table:
     for column in columns:
         made.add_column(column)
     return made
+
+
+def print_table(made: Table) -> None:
+    """As wide as its contents: a narrow terminal breaks the lines, which beats cut cells."""
+    width = Measurement.get(stdout, stdout.options.update(max_width=_WIDEST), made).maximum
+    Console(highlight=False, soft_wrap=True, width=max(width, stdout.width)).print(made)

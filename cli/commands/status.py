@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import httpx
 from isthmus.cli.options import DEFAULT_CLUSTER, ClusterName, Output, StateDir, running_cluster
-from isthmus.cli.output import OutputFormat, print_json, stdout, table
+from isthmus.cli.output import OutputFormat, print_json, print_table, stdout, table
 from isthmus.controlplane.client import ClusterStatus, InstanceStatus, cluster_status
 from rich.markup import escape
 from rich.table import Table
@@ -42,7 +42,10 @@ def status(
     stdout.print(f"cluster  {escape(cluster.cluster)}")
     stdout.print(f"model    {escape(cluster.model)}")
     stdout.print(f"gateway  {escape(cluster.gateway_url)}  {health}")
-    stdout.print(instance_table(cluster))
+    print_table(instance_table(cluster))
+    for item in cluster.instances:
+        if item.last_exit:
+            stdout.print(f"{item.instance_id} last ended: {escape(item.last_exit)}")
 
 
 def gateway_status(url: str) -> GatewayStatus:
@@ -59,16 +62,17 @@ def _is_ok(client: httpx.Client, url: str) -> bool:
 
 def instance_table(cluster: ClusterStatus) -> Table:
     made = table(
-        "instance", "role", "state", "epoch", "pid", "running", "waiting", "KV blocks used",
-        "cached", "held", "step ms", "restarts", "last exit",
+        "instance", "state", "epoch", "pid", "run", "wait", "KV used", "cached", "held", "step ms",
+        "restarts",
     )  # fmt: skip
+    made.padding = (0, 1, 0, 0)  # eighty columns are enough
     for item in cluster.instances:
         made.add_row(*instance_row(item))
     return made
 
 
 def instance_row(item: InstanceStatus) -> list[str]:
-    state, epoch = (item.info.state.value, str(item.info.epoch)) if item.info else ("–", "–")
+    state, epoch = (item.info.state.value, str(item.info.epoch)) if item.info else ("not up", "–")
     load = item.load
     figures = ["–"] * 6
     if load is not None:
@@ -80,5 +84,5 @@ def instance_row(item: InstanceStatus) -> list[str]:
             str(load.held_blocks),
             f"{load.step_ms:.1f}",
         ]
-    identity = [item.instance_id, item.role.value, state, epoch, str(item.pid or "–")]
-    return [*identity, *figures, str(item.num_restarts), escape(item.last_exit)]
+    identity = [item.instance_id, state, epoch, str(item.pid or "–")]
+    return [*identity, *figures, str(item.num_restarts)]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shlex
+import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -120,8 +122,8 @@ def show_ready(ready: ReadyCluster, output: OutputFormat, *, is_detached: bool =
 def banner(ready: ReadyCluster, *, is_detached: bool = False) -> str:
     """What a newcomer needs next, as rich markup."""
     instances = ", ".join(f"{item.instance_id} (pid {item.pid})" for item in ready.instances)
-    which = escape(selection(ready))
-    end = f"stop it with: isthmus down{which}" if is_detached else "Ctrl-C stops everything"
+    program, which = escape(program_name()), escape(selection(ready))
+    end = f"stop it with: {program} down{which}" if is_detached else "Ctrl-C stops everything"
     is_elsewhere = ready.state_dir != default_state_dir()
     state = f"  state      {escape(ready.state_dir)}\n" if is_elsewhere else ""
     body = f'{{"model": "{ready.model}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'
@@ -134,8 +136,17 @@ def banner(ready: ReadyCluster, *, is_detached: bool = False) -> str:
         f"{state}"
         f"  try        curl {escape(ready.url)}/v1/chat/completions "
         f"-H 'Content-Type: application/json' -d '{escape(body)}'\n"
-        f"  or         isthmus chat{which}\n"
+        f"  or         {program} chat{which}\n"
     )
+
+
+def program_name() -> str:
+    """``isthmus`` as the user's shell finds it: `make serve` activates no environment."""
+    script = Path(sys.executable).with_name("isthmus")
+    if shutil.which("isthmus") or not script.exists():
+        return "isthmus"
+    is_below = script.is_relative_to(Path.cwd())
+    return shlex.quote(str(script.relative_to(Path.cwd()) if is_below else script))
 
 
 def default_state_dir() -> str:

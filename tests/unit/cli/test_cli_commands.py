@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
+from isthmus.cli import output
 from isthmus.cli.commands import up as up_command
 from isthmus.cli.commands.config import MASK
 from isthmus.cli.commands.up import banner, overrides
@@ -17,6 +18,7 @@ from isthmus.common.config import ClusterConfig, load_config
 from isthmus.common.errors import ConfigError
 from isthmus.controlplane.progress import ReadyCluster, ReadyInstance
 from isthmus.controlplane.state_file import ClusterState, process_start, write_state
+from rich.console import Console
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -212,3 +214,30 @@ def test_ready_cluster_as_json(capfdbinary: pytest.CaptureFixture[bytes]) -> Non
     up_command.show_ready(READY, up_command.OutputFormat.JSON)
     printed: dict[str, Any] = json.loads(capfdbinary.readouterr().out)
     assert printed["instances"][0]["instance_id"] == "decode-0"
+
+
+def test_a_narrow_terminal_cuts_no_cell(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(output, "stdout", Console(width=20))
+    made = output.table("instance", "state")
+    made.add_row("prefill-0" * 3, "draining" * 3)
+    output.print_table(made)
+    assert ["prefill-0" * 3, "draining" * 3] in [
+        line.split() for line in capsys.readouterr().out.splitlines()
+    ]
+
+
+@pytest.mark.parametrize(
+    ("found", "name"), [("/usr/bin/isthmus", "isthmus"), (None, ".venv/bin/isthmus")]
+)
+def test_banner_names_a_program_that_the_shell_finds(
+    found: str | None, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / ".venv" / "bin" / "isthmus"
+    script.parent.mkdir(parents=True)
+    script.touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.executable", str(script.with_name("python")))
+    monkeypatch.setattr("shutil.which", lambda _: found)
+    assert up_command.program_name() == name
