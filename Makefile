@@ -43,7 +43,7 @@ e2e: setup-dev ## Run the tests that start whole clusters
 fault: setup-dev ## Run the tests that kill, stop or cut something
 	$(PYTEST) -m "fault and not gpu and not multigpu" $(ARGS)
 
-bench: setup-dev ## Run the benchmarks (ARGS= goes to benchmarks/run.py)
+bench: setup-dev ## List the benchmarks, or run the one that ARGS= names
 	$(RUN) benchmarks/run.py $(ARGS)
 
 check: setup-dev ## Lint, types, layers, dependencies, contracts, spelling, generated files

@@ -114,10 +114,15 @@ def check_kernels() -> Finding:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return Finding("kernels", Level.FAIL, "do not load", "see `isthmus --debug doctor`")
+        return Finding(
+            "kernels",
+            Level.FAIL,
+            f"do not load within {_KERNELS_TIMEOUT_S:.0f} s",
+            "is the machine busy? try again",
+        )
     if done.returncode != 0:
         lines = done.stderr.strip().splitlines() or ["no reason given"]
-        return Finding("kernels", Level.FAIL, lines[-1], "reinstall: make clean, make serve")
+        return Finding("kernels", Level.FAIL, lines[-1], "reinstall: rm -r .venv, make serve")
     detail = done.stdout.strip().splitlines()[-1]
     if not detail.startswith("cpu"):
         return Finding("kernels", Level.WARN, detail, "install g++ for the compiled kernels")

@@ -25,4 +25,5 @@ def scale(
     if output is OutputFormat.JSON:
         print_json({"role": role, "old_replicas": old, "new_replicas": replicas})
     else:
-        stdout.print(f"{role.value}: {old} → {replicas}")
+        hint = "; isthmus status shows when they are ready" if replicas > old else ""
+        stdout.print(f"{role.value}: {old} → {replicas}{hint}")
