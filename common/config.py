@@ -38,26 +38,32 @@ class EngineConfig(Node):
     max_num_batched_tokens: int = Field(512, ge=1, description="token budget of one step")
     max_num_seqs: int = Field(64, ge=1, description="most running sequences")
     watermark: float = Field(0.02, ge=0, lt=0.5, description="share of blocks kept for growth")
-    enable_prefix_cache: bool = True
+    enable_prefix_cache: bool = Field(
+        True, description="keep blocks of finished prompts for prompts that begin alike"
+    )
     num_threads: int = Field(1, ge=1, description="CPU threads of the engine's kernels")
     device: str = Field("cpu", description="cpu or cuda:N")
 
 
 class PoolConfig(Node):
-    replicas: int = Field(0, ge=0)
+    replicas: int = Field(0, ge=0, description="instances of this role")
     engine: EngineConfig = EngineConfig()
     cpus: list[int] = Field(default_factory=list, description="cores to pin to; empty = no pinning")
 
 
 class TransferConfig(Node):
-    connector: Literal["nixl", "local", "fake"] = "nixl"
+    connector: Literal["nixl", "local", "fake"] = Field(
+        "nixl", description="what moves KV; local = within one process, fake = faults by script"
+    )
     deadline_ms: int = Field(
         30_000,
         ge=1,
         description="longest time without progress of KV that is being sent; a prompt may wait and "
         "be computed as long as its request's deadline allows",
     )
-    handshake_timeout_ms: int = Field(5_000, ge=1)
+    handshake_timeout_ms: int = Field(
+        5_000, ge=1, description="longest time for two instances to meet"
+    )
     hold_ms: int = Field(
         60_000, ge=1, description="longest time blocks are kept for a peer after the first token"
     )
@@ -66,7 +72,9 @@ class TransferConfig(Node):
 
 
 class RouterConfig(Node):
-    policy: Literal["least_predicted_load", "round_robin", "least_loaded"] = "least_predicted_load"
+    policy: Literal["least_predicted_load", "round_robin", "least_loaded"] = Field(
+        "least_predicted_load", description="which pair of instances serves a request"
+    )
     min_remote_tokens: int = Field(
         32, ge=0, description="fewer uncached prompt tokens than this are computed on decode"
     )
@@ -79,14 +87,14 @@ class RouterConfig(Node):
     )
     stale_load_ms: int = Field(2_000, ge=1, description="age after which a report is doubted")
     breaker_failures: int = Field(3, ge=1, description="failures in a row that open a breaker")
-    breaker_open_ms: int = Field(2_000, ge=1)
+    breaker_open_ms: int = Field(2_000, ge=1, description="pause before an instance is tried again")
 
 
 class GatewayConfig(Node):
-    host: str = "127.0.0.1"
+    host: str = Field("127.0.0.1", description="address on which the gateway listens")
     port: int = Field(8000, ge=0, le=65_535, description="0 = any free port")
     request_timeout_ms: int = Field(600_000, ge=1, description="deadline of one request")
-    max_body_bytes: int = Field(16 * 2**20, ge=1)
+    max_body_bytes: int = Field(16 * 2**20, ge=1, description="larger request bodies get 413")
     max_inflight: int = Field(1024, ge=1, description="more concurrent requests get 429")
     default_max_tokens: int = Field(
         0, ge=0, description="completion length when the client sets none; 0 = context length"
@@ -104,14 +112,18 @@ class GatewayConfig(Node):
 
 
 class RegistryConfig(Node):
-    host: str = "127.0.0.1"
+    host: str = Field("127.0.0.1", description="address on which the registry listens")
     port: int = Field(0, ge=0, le=65_535, description="0 = any free port")
-    lease_ms: int = Field(5_000, ge=100)
+    lease_ms: int = Field(
+        5_000, ge=100, description="an instance that was silent for this long is gone"
+    )
 
 
 class LifecycleConfig(Node):
     drain_ms: int = Field(10_000, ge=0, description="how long a drain waits for running work")
-    ready_timeout_ms: int = Field(120_000, ge=1)
+    ready_timeout_ms: int = Field(
+        120_000, ge=1, description="longest start of the cluster, and of a worker that restarts"
+    )
     max_restarts: int = Field(-1, ge=-1, description="restarts of one worker; -1 = unlimited")
     actuator: Literal["ray", "process"] = Field(
         "ray", description="who starts and restarts workers: Ray actors, or plain processes"
@@ -122,8 +134,12 @@ class LifecycleConfig(Node):
 
 
 class LoggingConfig(Node):
-    level: Literal["debug", "info", "warning", "error"] = "info"
-    format: Literal["json", "console"] = "console"
+    level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="least serious messages that are logged"
+    )
+    format: Literal["json", "console"] = Field(
+        "console", description="of the log files: one JSON object a line, or text for people"
+    )
 
 
 class ClusterConfig(Node):
