@@ -65,9 +65,8 @@ class RouterState:
         view = self.cluster.at_epoch(instance_id, epoch)
         if view is None:
             return True
-        if view.info.state is InstanceState.STARTING and view.is_registered:
-            return False  # it is not chosen yet, and a process that loads its model answers late
-        if not view.is_suspect:
+        # A process that loads its model answers late: no fault, but not chosen before it is heard.
+        if not view.is_suspect and view.info.state is not InstanceState.STARTING:
             log.warning("instance suspect", instance=instance_id, epoch=epoch, why=why)
         view.is_suspect = True
         return self._remove_if_lost(view, why)
@@ -75,12 +74,14 @@ class RouterState:
     def reported(self, report: LoadReport) -> None:
         view = self.cluster.at_epoch(report.instance_id, report.epoch)
         was_suspect = view is not None and view.is_suspect
+        was_heard = view is not None and view.load is not None
         now_ns = self._clock.monotonic_ns()
         if self.cluster.take_report(report, now_ns) is None:
             return
         self.ledger.seen(report.instance_id, report.waiting_seqs + report.running_seqs, now_ns)
         if was_suspect:
-            log.info("instance answers again", instance=report.instance_id, epoch=report.epoch)
+            if was_heard:
+                log.info("instance answers again", instance=report.instance_id, epoch=report.epoch)
             self.publish()
 
     def kv_events(self, batch: KvEventBatch) -> ApplyResult:
@@ -95,7 +96,9 @@ class RouterState:
         """Sets the gauges of instances by role and state."""
         counts = {(role, state): 0 for role in Role for state in InstanceState}
         for view in self.cluster:
-            state = InstanceState.LOST if view.is_suspect else view.info.state
+            is_starting = view.info.state is InstanceState.STARTING
+            is_lost = view.is_suspect and not is_starting
+            state = InstanceState.LOST if is_lost else view.info.state
             counts[view.info.role, state] += 1
         for (role, state), count in counts.items():
             metrics.INSTANCES.labels(role=role.value, state=state.value).set(count)
