@@ -2,12 +2,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 import yaml
 from isthmus.cli import output
 from isthmus.cli.commands import up as up_command
@@ -26,7 +27,7 @@ Run = Callable[..., tuple[int, str, str]]
 @pytest.fixture
 def run(
     capfdbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> Run:
+) -> Iterator[Run]:
     """Runs the command line in this process; returns exit code, stdout and stderr."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
 
@@ -36,7 +37,9 @@ def run(
         out, err = capfdbinary.readouterr()
         return int(ended.value.code or 0), out.decode(), err.decode()
 
-    return run_main
+    yield run_main
+    structlog.reset_defaults()  # `up` makes logs go to a stderr that is this test's alone
+    structlog.contextvars.clear_contextvars()
 
 
 def test_version_in_both_forms(run: Run) -> None:
