@@ -22,11 +22,10 @@ from isthmus.common.config import ClusterConfig
 from isthmus.common.errors import ConfigError, IsthmusError
 from isthmus.common.logging import configure_logging, get_logger
 from isthmus.controlplane import preflight
-from isthmus.controlplane.actuators.base import Actuator, pool_of
+from isthmus.controlplane.actuators.base import Actuator
 from isthmus.controlplane.actuators.process import ProcessActuator
 from isthmus.controlplane.actuators.ray_environment import prepare_environment
 from isthmus.controlplane.cluster import Cluster
-from isthmus.controlplane.placement import desired_replicas
 from isthmus.controlplane.progress import Progress, ReadyCluster, Report, Stage
 from isthmus.controlplane.state_file import find_running, log_folder, state_folder
 
@@ -56,7 +55,8 @@ def check_not_running(config: ClusterConfig) -> None:
     if state is not None:
         message = (
             f"cluster {state.cluster} is already running at {state.gateway_url} (pid {state.pid}); "
-            "stop it with `isthmus down`, or give this one another name with --name"
+            f"stop it with `isthmus down --name {state.cluster}`, or give this one another name "
+            "with --name"
         )
         raise ConfigError(message, stage="start")
 
@@ -96,12 +96,7 @@ def _ray_actuator(config: ClusterConfig, log_dir: Path, clock: Clock) -> Actuato
     # Imported here: Ray and torch are not needed to run plain processes.
     from isthmus.controlplane.actuators.ray import RayActuator
 
-    threads = sum(
-        replicas * pool_of(config, role).engine.num_threads
-        for role, replicas in desired_replicas(config).items()
-    )
-    num_cpus = max(threads, os.cpu_count() or 1)
-    return RayActuator(config.name, config.lifecycle.ray_address, num_cpus, log_dir, clock)
+    return RayActuator(config.name, config.lifecycle.ray_address, log_dir, clock)
 
 
 def _forget_logs(log_dir: Path) -> None:

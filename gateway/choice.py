@@ -306,7 +306,6 @@ class Choice:
             arrival_ns=self._plan.arrival_ns,
             deadline_ns=self._plan.deadline_ns,
             tenant=self._plan.tenant,
-            priority=self._plan.priority,
             cache_salt=self._plan.cache_salt,
             num_resumed_tokens=len(self._delivered),
         )

@@ -229,7 +229,6 @@ class Pipeline:
             arrival_ns=arrival.arrived_ns,
             deadline_ns=arrival.arrived_ns + self._config.request_timeout_ms * NS_PER_MS,
             tenant=arrival.identity.tenant,
-            priority=body.priority or 0,
             cache_salt=salt,
             is_streamed=bool(body.stream),
         )

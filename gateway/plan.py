@@ -32,7 +32,6 @@ class GenerationPlan:
     arrival_ns: int
     deadline_ns: int
     tenant: str = ""
-    priority: int = 0
     cache_salt: str = ""
     is_streamed: bool = False
     is_echo: bool = False

@@ -41,7 +41,6 @@ class ChoiceQuery:
             model=self.plan.model,
             num_prompt_tokens=len(self.prompt.token_ids) + self.num_resumed_tokens,
             block_hashes=self.prompt.block_hashes,
-            priority=self.plan.priority,
             tenant=self.plan.tenant,
             max_output_tokens=max(1, self.prompt.max_tokens - self.num_resumed_tokens),
             exclude=self.exclude,

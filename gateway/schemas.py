@@ -57,6 +57,7 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "use_beam_search": _UNSET,
     "service_tier": (None, "auto", "default"),
     "store": (None, False),
+    "priority": (None, 0),
 }
 # Labels for the client's own use: they change no output.
 _HARMLESS = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key"})
@@ -111,7 +112,6 @@ class GenerationBody(Body):
     repetition_penalty: StrictFloat | None = Field(None, ge=REPETITION_PENALTY_RANGE[0], le=10)
     logit_bias: dict[str, Annotated[StrictFloat, Field(ge=-100, le=100)]] | None = None
     seed: StrictInt | None = None
-    priority: StrictInt | None = Field(None, ge=-(2**31), lt=2**31)
     cache_salt: str | None = None
     return_token_ids: StrictBool | None = None
 

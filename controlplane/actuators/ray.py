@@ -49,9 +49,17 @@ _GONE_TIMEOUT_S = 5.0
 _RESTART_PERIOD_S = 0.25  # Ray has no event for "restarted"
 
 
-def instance_resources(spec: ProcessSpec) -> dict[str, float]:
-    """The placement group's one bundle."""
-    resources = {"CPU": float(spec.num_threads)}
+_PLACE = "isthmus_instance"
+_NUM_PLACES = 10_000
+
+
+def instance_resources(spec: ProcessSpec, *, is_private: bool) -> dict[str, float]:
+    """The placement group's one bundle.
+
+    A shared Ray hands out CPUs. In a private one nobody else competes, and an operator who scales
+    beyond the cores of one machine means it: there an instance takes a place, not a CPU.
+    """
+    resources = {_PLACE: 1.0} if is_private else {"CPU": float(spec.num_threads)}
     if spec.pool.engine.device.startswith("cuda"):
         resources["GPU"] = 1.0
     return resources
@@ -64,13 +72,11 @@ class RayActuator:
         self,
         cluster: str,
         address: str,
-        num_cpus: int,
         log_dir: Path,
         clock: Clock,
     ) -> None:
         self._cluster = cluster
         self._address = address
-        self._num_cpus = num_cpus
         self._log_dir = log_dir
         self._clock = clock
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ray")
@@ -89,7 +95,7 @@ class RayActuator:
 
     async def start(self, spec: ProcessSpec) -> RayHandle:
         """Raises CapacityError when Ray has no room for the instance."""
-        resources = instance_resources(spec)
+        resources = instance_resources(spec, is_private=self.is_private)
         group = await self._call(lambda: placement_group([resources], name=self._full_name(spec)))
         if not await self._call(lambda: group.wait(PLACEMENT_TIMEOUT_S)):
             await self._call(lambda: remove_placement_group(group))
@@ -157,7 +163,8 @@ class RayActuator:
         self._temp_dir = Path(tempfile.mkdtemp(prefix="isthmus-ray-"))
         ray.init(
             address="local",
-            num_cpus=self._num_cpus,
+            num_cpus=1,  # Ray starts as many idle workers ahead of need
+            resources={_PLACE: _NUM_PLACES},
             include_dashboard=False,
             object_store_memory=OBJECT_STORE_BYTES,
             _temp_dir=str(self._temp_dir),
@@ -167,10 +174,11 @@ class RayActuator:
     def _create_actor(self, spec: ProcessSpec, group: PlacementGroup) -> ray.actor.ActorHandle:
         role = spec.kind.role
         assert role is not None, "only instances run as actors"
-        resources = instance_resources(spec)
+        resources = instance_resources(spec, is_private=self.is_private)
         options: dict[str, Any] = {
-            "num_cpus": resources["CPU"],
-            "num_gpus": resources.get("GPU", 0),
+            "num_cpus": resources.pop("CPU", 0),
+            "num_gpus": resources.pop("GPU", 0),
+            "resources": resources,
             "max_restarts": -1,
             "max_task_retries": 0,
             "name": self._full_name(spec),

@@ -8,9 +8,14 @@ import signal
 import httpx
 import pytest
 
-from tests.support.cluster import Place, is_listening, poll
+from tests.support.cluster import Cluster, Place, is_listening, poll
 
 pytestmark = [pytest.mark.e2e, pytest.mark.ray, pytest.mark.timeout(400)]
+
+
+def num_ready(cluster: Cluster, role: str) -> int:
+    infos = [item["info"] for item in cluster.instances() if item["role"] == role]
+    return sum(info is not None and info["state"] == "ready" for info in infos)
 
 
 def test_cluster_on_ray_serves_recovers_and_leaves_nothing() -> None:
@@ -33,6 +38,11 @@ def test_cluster_on_ray_serves_recovers_and_leaves_nothing() -> None:
             assert poll(is_back, 120)
             assert cluster.pid_of("decode") != first
             assert httpx.post(url, json=body, trust_env=False, timeout=60).status_code == 200
+
+            # More instances than two cores: an operator's choice that a private Ray must not refuse.
+            scaled = place.isthmus("scale", "decode", "3")
+            assert scaled.returncode == 0, scaled.stderr
+            assert poll(lambda: num_ready(cluster, "decode") == 3, 120)
             assert cluster.interrupt() == 0
             assert place.leftovers() == []
             assert not is_listening(cluster.port)

@@ -87,7 +87,6 @@ async def test_every_sampling_parameter_reaches_the_instance(
                 "repetition_penalty": 1.1,
                 "min_tokens": 1,
                 "stop_token_ids": [9],
-                "priority": 4,
             },
         )
     request = fake.requests[0]
@@ -101,7 +100,6 @@ async def test_every_sampling_parameter_reaches_the_instance(
     assert [(bias.token_id, bias.bias) for bias in sampling.logit_bias] == [(5, -100)]
     assert sampling.seed == 2**64 - 1
     assert set(sampling.stop_token_ids) == {2, 9}
-    assert request.priority == 4
     assert request.timeout_ms > 0
 
 
