@@ -15,6 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import httpx
+
 from isthmus.common.rpc import create_channel
 from isthmus.controlplane.client import InstanceStatus, cluster_status
 from isthmus.controlplane.state_file import find_running

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+
 from isthmus.kernels import Kernels, PackedLinear, select
 from isthmus.kernels.memory import zeros_in_huge_pages
 

@@ -15,10 +15,10 @@ import statistics
 import time
 
 import httpx
-from isthmus.common.cluster import InstanceInfo, Role
 
 from benchmarks.cluster import MODEL_NAME, OUT, Running, serve
 from benchmarks.load import random_prompt
+from isthmus.common.cluster import InstanceInfo, Role
 from tests.support.gateway_stub import GatewayStub, make_request
 
 VOCAB = 49_000

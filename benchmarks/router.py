@@ -18,7 +18,6 @@ from isthmus.common.ids import InstanceId
 from isthmus.common.kv_events import BlocksStored, KvEventBatch
 from isthmus.common.logging import configure_logging
 from isthmus.router import Outcome, RouteQuery, Router
-
 from tests.support.router_cluster import make_info, make_query, make_report
 
 NUM_TOKENS = 2_000

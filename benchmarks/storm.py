@@ -17,9 +17,9 @@ import time
 from collections.abc import Awaitable, Callable
 
 import httpx
-from isthmus.common.cluster import Role
 
 from benchmarks.cluster import MODEL_NAME, OUT, Running, serve
+from isthmus.common.cluster import Role
 from tests.support.storm import StormShape, Tally, storm
 
 

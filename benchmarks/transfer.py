@@ -30,6 +30,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
+
 from isthmus.common.kv_layout import KvLayout
 from isthmus.kvtransfer.interface import CopyOp, MemoryRegion, PeerName, WriteState
 
@@ -157,8 +158,9 @@ def summarise(tls: str, layout: str, count: int, timings: list[tuple[float, floa
 
 def idle_cpu(seconds: float) -> dict[str, float]:
     """CPU seconds per second of this process while an agent does nothing."""
-    import isthmus.kvtransfer.connectors.nixl  # noqa: F401 - sets UCX up
     from nixl_cu13._api import nixl_agent, nixl_agent_config
+
+    import isthmus.kvtransfer.connectors.nixl  # noqa: F401 - sets UCX up
 
     used = {}
     for name, has_thread in (("without progress thread", False), ("with progress thread", True)):

@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 import orjson
+
 from isthmus.common.errors import InstanceLostError, InternalError, IsthmusError
 
 _DATA = "data: "

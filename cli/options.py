@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 import yaml
+
 from isthmus.cli.output import OutputFormat
 from isthmus.common.config import load_config
 from isthmus.common.errors import ConfigError

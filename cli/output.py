@@ -12,11 +12,12 @@ from enum import Enum, StrEnum
 from typing import Any
 
 import orjson
-from isthmus.common.errors import IsthmusError
 from rich.console import Console
 from rich.markup import escape
 from rich.measure import Measurement
 from rich.table import Table
+
+from isthmus.common.errors import IsthmusError
 
 
 class OutputFormat(StrEnum):

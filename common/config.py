@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from isthmus.common.errors import ConfigError
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from isthmus.common.errors import ConfigError
 
 ENV_PREFIX = "ISTHMUS_"
 DTypeName = Literal["auto", "float32", "bfloat16"]

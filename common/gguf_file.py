@@ -19,6 +19,7 @@ from math import prod
 from pathlib import Path
 
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
 from isthmus.common.errors import ModelFileError
 
 GgufScalar = str | int | float | bool

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import xxhash
+
 from isthmus.common.ids import BlockHash
 
 

@@ -8,6 +8,7 @@ import threading
 import time
 
 import structlog
+
 from isthmus.common.config import LoggingConfig
 
 Logger = structlog.typing.FilteringBoundLogger

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import grpc
 import grpc.aio
 import msgspec
+
 from isthmus.common.errors import (
     CancelledError,
     DeadlineError,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import grpc.aio
+
 from isthmus.common.cluster import InstanceInfo, LoadReport, Role
 from isthmus.common.rpc import create_channel, error_from_rpc
 from isthmus.protos.convert import info_from_pb, load_from_pb, role_from_pb, role_to_pb

@@ -21,6 +21,7 @@ from typing import Any
 
 import httpx
 import msgspec
+
 from isthmus.common.clock import NS_PER_S, Clock
 from isthmus.common.cluster import InstanceInfo, InstanceState, Role
 from isthmus.common.config import ClusterConfig

@@ -16,6 +16,7 @@ from math import prod
 from pathlib import Path
 
 import psutil
+
 from isthmus.common.cluster import Role
 from isthmus.common.config import ClusterConfig, ModelConfig, PoolConfig
 from isthmus.common.errors import ConfigError

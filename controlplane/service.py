@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol
 
 import grpc.aio
+
 from isthmus.common.cluster import InstanceInfo, Role
 from isthmus.common.errors import ConfigError
 from isthmus.common.rpc import abort_with

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 import psutil
+
 from isthmus.common.config import ClusterConfig
 
 

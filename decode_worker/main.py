@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import grpc.aio
+
 from isthmus.common.cluster import Role
 from isthmus.decode_worker.service import SERVICE_NAME, DecodeServicer
 from isthmus.decode_worker.worker import DecodeWorker

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 import grpc.aio
+
 from isthmus.common.errors import HandshakeError, InstanceLostError, IsthmusError, StaleEpochError
 from isthmus.common.ids import InstanceId, TransferId
 from isthmus.common.logging import get_logger

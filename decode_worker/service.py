@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import suppress
 
 import grpc.aio
+
 from isthmus.common.errors import IsthmusError
 from isthmus.common.ids import RequestId
 from isthmus.decode_worker.events import (

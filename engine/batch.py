@@ -13,10 +13,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+
 from isthmus.engine.models.types import ForwardBatch
 from isthmus.engine.scheduler import StepPlan
 from isthmus.engine.sequence import Sequence
-from numpy.typing import NDArray
 
 
 @dataclass(frozen=True, slots=True)

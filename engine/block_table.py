@@ -14,9 +14,10 @@ from collections.abc import Sequence
 from enum import Enum
 
 import numpy as np
+from numpy.typing import NDArray
+
 from isthmus.common.ids import BlockId
 from isthmus.common.state_machine import Transitions
-from numpy.typing import NDArray
 
 
 class TableState(Enum):

@@ -7,6 +7,7 @@ one block are contiguous, so a block is one copy; see ``isthmus.common.kv_layout
 from __future__ import annotations
 
 import torch
+
 from isthmus.common.config import EngineConfig
 from isthmus.common.errors import ConfigError
 from isthmus.common.ids import BlockId

@@ -7,6 +7,7 @@ their tables, which nobody changes meanwhile.
 from __future__ import annotations
 
 import torch
+
 from isthmus.engine import sampler
 from isthmus.engine.batch import build_step_input
 from isthmus.engine.kv_store import KvStore

@@ -16,13 +16,14 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+
 from isthmus.common.errors import InternalError
 from isthmus.common.types import SamplingParams, TokenLogprob
 from isthmus.engine.batch import StepInput
 from isthmus.engine.philox import uniforms
 from isthmus.engine.sequence import Sequence
 from isthmus.engine.stop_rules import must_not_stop_yet
-from numpy.typing import NDArray
 
 Logits = NDArray[np.float32]  # [V]
 _NUCLEUS_HEADS = (256, 4096)  # how many of the likeliest tokens to sort before sorting all

@@ -15,13 +15,14 @@ from __future__ import annotations
 from enum import Enum
 
 import numpy as np
+from numpy.typing import NDArray
+
 from isthmus.common.hashing import child_hash
 from isthmus.common.ids import BlockHash, RequestId
 from isthmus.common.state_machine import Transitions
 from isthmus.common.types import FinishReason, Request, SamplingParams, TokenLogprob
 from isthmus.engine.block_table import BlockTable
 from isthmus.engine.types import SequenceMode
-from numpy.typing import NDArray
 
 
 class SeqStatus(Enum):

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fastapi import FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
 from isthmus.common.clock import Clock
 from isthmus.common.config import ClusterConfig
 from isthmus.common.errors import (
@@ -25,8 +28,6 @@ from isthmus.gateway.tokenizer import TextTokenizer
 from isthmus.gateway.unexpected import UnexpectedErrors
 from isthmus.gateway.waiting import WaitingRoom
 from isthmus.router.router import Router
-from starlette.exceptions import HTTPException
-from starlette.responses import Response
 
 
 @dataclass(frozen=True, slots=True)

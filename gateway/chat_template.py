@@ -13,11 +13,12 @@ from datetime import datetime
 from typing import Any, NoReturn
 
 import jinja2
-from isthmus.common.errors import InvalidRequestError, ModelFileError
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from isthmus.common.errors import InvalidRequestError, ModelFileError
 
 JsonValue = str | int | float | bool | None | Sequence["JsonValue"] | Mapping[str, "JsonValue"]
 _RESERVED = frozenset({"messages", "add_generation_prompt", "tools", "documents"})

@@ -7,6 +7,8 @@ import secrets
 from dataclasses import dataclass
 from typing import cast
 
+from starlette.requests import Request
+
 from isthmus.common.clock import Clock
 from isthmus.common.config import GatewayConfig
 from isthmus.common.ids import new_request_id
@@ -16,7 +18,6 @@ from isthmus.gateway.limits import Identity, InflightLimiter, KeyRing
 from isthmus.gateway.pipeline import Pipeline
 from isthmus.gateway.router_client import RouterClient
 from isthmus.gateway.waiting import WaitingRoom
-from starlette.requests import Request
 
 _SCOPE_KEY = "isthmus.request_id"
 _CLIENT_ID = re.compile(r"[\x21-\x7e]{1,128}")

@@ -14,6 +14,7 @@ from contextlib import suppress
 from typing import Protocol
 
 import grpc.aio
+
 from isthmus.common.clock import NS_PER_S, Clock
 from isthmus.common.errors import InstanceLostError, InternalError, IsthmusError
 from isthmus.common.ids import InstanceId, RequestId

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import orjson
+from starlette.responses import Response
+
 from isthmus.common import metrics
 from isthmus.common.errors import CapacityError, DrainingError, IsthmusError
-from starlette.responses import Response
 
 DEFAULT_RETRY_AFTER_MS = 1_000
 

@@ -11,10 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
-from isthmus.common.errors import ModelFileError
-from isthmus.common.gguf_file import GgufFile, GgufValue
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
+
+from isthmus.common.errors import ModelFileError
+from isthmus.common.gguf_file import GgufFile, GgufValue
 
 _LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"

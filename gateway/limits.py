@@ -12,6 +12,8 @@ import hmac
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from starlette.requests import ClientDisconnect, Request
+
 from isthmus.common import metrics
 from isthmus.common.clock import NS_PER_MS, NS_PER_S
 from isthmus.common.config import GatewayConfig
@@ -22,7 +24,6 @@ from isthmus.common.errors import (
     RateLimitedError,
     RequestTooLargeError,
 )
-from starlette.requests import ClientDisconnect, Request
 
 _BEARER = "bearer "
 RETRY_AFTER_MS = 1_000

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import uvloop
+from pydantic import ValidationError
+
 from isthmus.common.clock import SystemClock
 from isthmus.common.config import ClusterConfig
 from isthmus.common.errors import ConfigError, IsthmusError
@@ -30,7 +32,6 @@ from isthmus.gateway.server import HttpServer, bind_socket
 from isthmus.gateway.tokenizer import load_tokenizer
 from isthmus.router.feed import ClusterFeed
 from isthmus.router.router import Router
-from pydantic import ValidationError
 
 CONFIG_VARIABLE = "ISTHMUS_PROCESS_CONFIG"
 MS_PER_S = 1000

@@ -14,8 +14,6 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 import orjson
-from isthmus.common.errors import InvalidRequestError, UnsupportedParameterError
-from isthmus.common.types import REPETITION_PENALTY_RANGE
 from pydantic import (
     BaseModel,
     BeforeValidator,
@@ -28,6 +26,9 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+
+from isthmus.common.errors import InvalidRequestError, UnsupportedParameterError
+from isthmus.common.types import REPETITION_PENALTY_RANGE
 
 MAX_CHOICES = 128
 MAX_STOPS = 16

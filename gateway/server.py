@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 import uvicorn
 from fastapi import FastAPI
+
 from isthmus.common.errors import ConfigError
 from isthmus.common.logging import RateLimitedLog, get_logger
 

@@ -13,13 +13,14 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import orjson
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
 from isthmus.common.errors import CancelledError, IsthmusError
 from isthmus.gateway.error_response import error_body
 from isthmus.gateway.exchange import Exchange
 from isthmus.gateway.formats import AnswerFormat
 from isthmus.gateway.unexpected import internal_error, log_unexpected
-from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
 
 DONE = b"data: [DONE]\n\n"
 # Line breaks to Unicode but not to SSE. Clients that split by the former would cut an event in two.

@@ -15,12 +15,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer
+
 from isthmus.common.errors import InvalidRequestError, ModelFileError
 from isthmus.common.gguf_file import read_gguf
 from isthmus.common.model_files import ModelFiles, ModelKind
 from isthmus.gateway.gguf_tokenizer import build_gguf_tokenizer, byte_alphabet
 from isthmus.gateway.longest_token import NO_BOUND, longest_token
-from tokenizers import Tokenizer
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 

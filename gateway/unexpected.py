@@ -6,12 +6,13 @@ The framework's own last resort would pass it on to the server, which logs it a 
 
 from __future__ import annotations
 
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
 from isthmus.common.errors import InternalError
 from isthmus.common.logging import get_logger
 from isthmus.gateway.context import request_id_of
 from isthmus.gateway.error_response import error_response
-from starlette.requests import Request
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 _log = get_logger("gateway")
 

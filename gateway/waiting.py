@@ -12,10 +12,11 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from starlette.types import Receive
+
 from isthmus.common import metrics
 from isthmus.common.clock import NS_PER_MS, NS_PER_S
 from isthmus.common.errors import CancelledError, IsthmusError, NoInstanceError
-from starlette.types import Receive
 
 TICK_S = 0.05
 RETRY_AFTER_MS = 1_000

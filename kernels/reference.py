@@ -7,6 +7,7 @@ is found, so weights are kept in float32 there (torch's bfloat16 product is seve
 from __future__ import annotations
 
 import torch
+
 from isthmus.kernels.types import PackedLinear
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import grpc.aio
+
 from isthmus.common.cluster import Role
 from isthmus.prefill_worker.service import SERVICE_NAME, PrefillServicer
 from isthmus.prefill_worker.worker import PrefillWorker

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 
 import grpc.aio
+
 from isthmus.common.errors import IsthmusError
 from isthmus.common.ids import TransferId
 from isthmus.common.prefill import PrefillFailed

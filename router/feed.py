@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
+
 from isthmus.common.backoff import Backoff
 from isthmus.common.cluster import InstanceInfo
 from isthmus.common.config import RouterConfig

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from enum import Enum
 
 import numpy as np
+
 from isthmus.common.clock import NS_PER_MS, NS_PER_S, Clock
 from isthmus.common.cluster import LatencyModel
 from isthmus.common.errors import CapacityError, InvalidRequestError

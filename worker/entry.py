@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from pydantic import ValidationError
+
 from isthmus.common.cluster import Role
 from isthmus.common.config import ClusterConfig
 from isthmus.common.errors import ConfigError
@@ -23,7 +25,6 @@ from isthmus.common.logging import configure_logging, get_logger
 from isthmus.worker.lifecycle import ExitCode, StopRequest
 from isthmus.worker.process import RoleFactory, pool_of, prepare_process, run_worker
 from isthmus.worker.role import WorkerArgs
-from pydantic import ValidationError
 
 CONFIG_VARIABLE = "ISTHMUS_PROCESS_CONFIG"
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from threading import Thread
 from typing import TYPE_CHECKING
 
+from prometheus_client import CollectorRegistry, Gauge, ProcessCollector, start_http_server
+
 from isthmus.common import metrics
 from isthmus.common.cluster import InstanceState, Role
 from isthmus.common.types import InstanceRef
@@ -19,7 +21,6 @@ from isthmus.engine.types import EngineLoad, StepOutput
 from isthmus.kvtransfer.observer import Side
 from isthmus.kvtransfer.receive_session import Ignored, ReceiveState
 from isthmus.kvtransfer.send_session import SendState
-from prometheus_client import CollectorRegistry, Gauge, ProcessCollector, start_http_server
 
 if TYPE_CHECKING:
     from wsgiref.simple_server import WSGIServer

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 
 import torch
+
 from isthmus.common.clock import Clock, SystemClock
 from isthmus.common.cluster import InstanceInfo, InstanceState, Role
 from isthmus.common.config import PoolConfig

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import ray
+
 from isthmus.common.cluster import Role
 from isthmus.common.config import ClusterConfig
 from isthmus.common.ids import InstanceId

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
+
 from isthmus.common.cluster import InstanceState
 from isthmus.common.errors import HandshakeError, IsthmusError
 from isthmus.common.logging import get_logger

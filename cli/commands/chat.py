@@ -9,11 +9,12 @@ from typing import Annotated, Any
 
 import httpx
 import typer
+from rich.markup import escape
+
 from isthmus.cli.chat_client import ChatClient, first_model
 from isthmus.cli.options import DEFAULT_CLUSTER, ClusterName, Output, StateDir, running_cluster
 from isthmus.cli.output import OutputFormat, print_json, stderr, stdout
 from isthmus.common.errors import IsthmusError
-from rich.markup import escape
 
 HELP = "/reset forgets the conversation, /exit ends; Ctrl-C breaks a reply off"
 

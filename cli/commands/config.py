@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 import yaml
+
 from isthmus.cli.options import Output, parse_settings
 from isthmus.cli.output import OutputFormat, print_json, stdout
 from isthmus.common.config import ClusterConfig, load_config

@@ -16,13 +16,14 @@ from pathlib import Path
 
 import psutil
 import typer
+from rich.markup import escape
+
 from isthmus.cli.options import Output
 from isthmus.cli.output import OutputFormat, print_json, stdout, table
 from isthmus.common.config import ClusterConfig, load_config
 from isthmus.common.errors import IsthmusError
 from isthmus.common.model_files import locate_model, sample_model_path
 from isthmus.controlplane import preflight
-from rich.markup import escape
 
 _KERNELS_TIMEOUT_S = 300.0  # they may have to be compiled
 _COMPILERS = ("g++", "c++", "clang++")

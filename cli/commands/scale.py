@@ -6,6 +6,7 @@ import asyncio
 from typing import Annotated
 
 import typer
+
 from isthmus.cli.options import DEFAULT_CLUSTER, ClusterName, Output, StateDir, running_cluster
 from isthmus.cli.output import OutputFormat, print_json, stdout
 from isthmus.common.cluster import Role

@@ -6,11 +6,12 @@ import asyncio
 from dataclasses import dataclass
 
 import httpx
+from rich.markup import escape
+from rich.table import Table
+
 from isthmus.cli.options import DEFAULT_CLUSTER, ClusterName, Output, StateDir, running_cluster
 from isthmus.cli.output import OutputFormat, print_json, print_table, stdout, table
 from isthmus.controlplane.client import ClusterStatus, InstanceStatus, cluster_status
-from rich.markup import escape
-from rich.table import Table
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
+
 from isthmus.cli.options import DEFAULT_CLUSTER, Output, StateDir, parse_settings, set_path
 from isthmus.cli.output import OutputFormat, print_json, stderr, stdout
 from isthmus.common.config import ClusterConfig, load_config
@@ -19,7 +21,6 @@ from isthmus.controlplane.main import run_cluster
 from isthmus.controlplane.preflight import with_absolute_paths
 from isthmus.controlplane.progress import Progress, ReadyCluster, Stage
 from isthmus.controlplane.state_file import state_folder
-from rich.markup import escape
 
 POOLS = ("prefill", "decode", "mixed")
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 import grpc.aio
+
 from isthmus.common.clock import Clock
 from isthmus.common.errors import DeadlineError, InstanceLostError, IsthmusError
 from isthmus.common.registry.base import Entry, Listing, WatchEvent

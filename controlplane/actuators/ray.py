@@ -29,6 +29,9 @@ from typing import Any, TypeVar
 
 import ray
 import ray.exceptions
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
 from isthmus.common.clock import NS_PER_S, Clock
 from isthmus.common.errors import CapacityError, ConfigError
 from isthmus.controlplane.actuators.base import Exit, ProcessSpec, process_environment
@@ -36,8 +39,6 @@ from isthmus.controlplane.logs import last_problem, log_file
 from isthmus.controlplane.state_file import process_start
 from isthmus.worker.lifecycle import ExitCode
 from isthmus.worker.ray_actor import ActorHealth, remote_worker_class
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 ResultT = TypeVar("ResultT")
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 import torch
+
 from isthmus.common.model_files import ModelFiles, ModelKind
 from isthmus.engine.models.config import RawConfig
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import msgspec
+
 from isthmus.common.errors import ConfigError, ModelFileError, UnknownArchitectureError
 from isthmus.engine.models.rope import RopeConfig, RopeScaling, yarn_attention_factor
 

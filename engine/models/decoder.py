@@ -8,6 +8,7 @@ which is written before it is read. On the CPU activations are float32, on CUDA 
 from __future__ import annotations
 
 import torch
+
 from isthmus.engine.models.config import DecoderConfig
 from isthmus.engine.models.types import ForwardBatch, ModelSpec
 from isthmus.engine.models.weights import DecoderWeights, LayerWeights

@@ -19,6 +19,7 @@ import torch
 import xxhash
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
+
 from isthmus.common.errors import ModelFileError
 from isthmus.common.gguf_file import GgufFile, GgufTensor, read_gguf
 from isthmus.engine.models.config import RawConfig, parse_config

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+
 from isthmus.common.config import DTypeName, ModelConfig
 from isthmus.common.errors import ConfigError, ModelTooLargeError
 from isthmus.common.memory import available_memory

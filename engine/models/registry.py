@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import msgspec
+
 from isthmus.common.errors import UnknownArchitectureError
 from isthmus.engine.models.config import DecoderConfig, RawConfig, decoder_config
 

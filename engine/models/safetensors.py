@@ -10,9 +10,10 @@ from typing import Any, Protocol, cast
 import msgspec
 import torch
 import xxhash
+from safetensors import SafetensorError, safe_open
+
 from isthmus.common.errors import ModelFileError
 from isthmus.engine.models.config import RawConfig, parse_config
-from safetensors import SafetensorError, safe_open
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

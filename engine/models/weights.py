@@ -13,6 +13,7 @@ from math import prod
 
 import torch
 import xxhash
+
 from isthmus.common.errors import ModelFileError
 from isthmus.engine.models.checkpoint import Checkpoint
 from isthmus.engine.models.config import DecoderConfig

@@ -8,6 +8,9 @@ from typing import Any, TypeVar
 
 import orjson
 from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
 from isthmus.common.clock import NS_PER_S
 from isthmus.common.errors import IsthmusError
 from isthmus.common.timeline import Event, Timeline
@@ -22,8 +25,6 @@ from isthmus.gateway.plan import GenerationPlan
 from isthmus.gateway.schemas import ChatBody, CompletionBody, GenerationBody, parse_body
 from isthmus.gateway.sse import EventStreamResponse, cancel_when_client_leaves
 from isthmus.gateway.unexpected import internal_error
-from starlette.requests import Request
-from starlette.responses import Response
 
 router = APIRouter()
 BodyT = TypeVar("BodyT", bound=GenerationBody)

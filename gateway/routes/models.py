@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi import APIRouter
-from isthmus.common.clock import NS_PER_S
-from isthmus.gateway.context import Gateway, admit, gateway_of, request_id_of
 from starlette.requests import Request
 from starlette.responses import JSONResponse
+
+from isthmus.common.clock import NS_PER_S
+from isthmus.gateway.context import Gateway, admit, gateway_of, request_id_of
 
 router = APIRouter()
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from importlib.metadata import version
 
 from fastapi import APIRouter
-from isthmus.gateway.context import gateway_of
-from isthmus.gateway.readiness import assess
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+
+from isthmus.gateway.context import gateway_of
+from isthmus.gateway.readiness import assess
 
 router = APIRouter()
 

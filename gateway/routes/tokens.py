@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+
 from isthmus.gateway.context import admit, gateway_of, request_id_of
 from isthmus.gateway.formats import token_bytes
 from isthmus.gateway.limits import read_body
 from isthmus.gateway.pipeline import Pipeline
 from isthmus.gateway.schemas import DetokenizeBody, TokenizeBody, parse_body
-from starlette.requests import Request
-from starlette.responses import JSONResponse
 
 router = APIRouter()
 

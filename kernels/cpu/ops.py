@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 
 import torch
+
 from isthmus.kernels.cpu.build import build_library
 from isthmus.kernels.cpu.library import (
     NO_WINDOW,

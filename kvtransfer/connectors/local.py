@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
+
 from isthmus.common.errors import HandshakeError, TransferError
 from isthmus.kvtransfer.interface import (
     CopyOp,

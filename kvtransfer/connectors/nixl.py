@@ -27,6 +27,7 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 import numpy.typing as npt
+
 from isthmus.common.errors import HandshakeError, TransferError
 from isthmus.kvtransfer.connectors.local import check_bounds
 from isthmus.kvtransfer.interface import (

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
+
 from isthmus.common.errors import HandshakeError, TransferError
 from isthmus.kvtransfer.connectors.local import LocalFabric
 from isthmus.kvtransfer.interface import CopyOp, PeerName, WriteState
-
 from tests.support.connector_process import (
     ConnectorEnd,
     ConnectorProcess,

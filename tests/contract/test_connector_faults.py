@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
+
 from isthmus.common.errors import TransferError
 from isthmus.kvtransfer.interface import CopyOp, PeerName, WriteHandle, WriteState
-
 from tests.support.connector_process import ConnectorProcess, drive_until
 
 pytestmark = [pytest.mark.nixl, pytest.mark.fault]

@@ -8,11 +8,11 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
+
 from isthmus.common.clock import NS_PER_MS
 from isthmus.common.ids import BlockId, InstanceId, RequestId, new_transfer_id
 from isthmus.common.transfer import TransferTicket
 from isthmus.common.types import InstanceRef
-
 from tests.support.connector_process import drive_until
 from tests.support.transfer_process import LAYOUT, NUM_BLOCKS, TransferProcess
 

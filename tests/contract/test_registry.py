@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 import pytest
+
 from isthmus.common.clock import VirtualClock
 from isthmus.common.errors import InstanceLostError, StaleEpochError
 from isthmus.common.registry import MemoryRegistry, Registry, WatchEvent, resume_watch

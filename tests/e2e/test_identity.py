@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+
 from isthmus.common.cluster import Role
 from isthmus.common.model_files import locate_model, sample_model_path
 from isthmus.gateway.tokenizer import load_tokenizer
-
 from tests.support.oracle import awkward_prompts, reference_tokens
 from tests.support.serving import Moved, Serving, serving
 

@@ -6,8 +6,8 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import pytest
-from isthmus.common.cluster import Role
 
+from isthmus.common.cluster import Role
 from tests.support.engine_driver import make_prompt
 from tests.support.serving import MODEL, Moved, Oracle, serving, write_serving_model
 from tests.support.storm import StormShape, storm

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import grpc.aio
 import pytest
+
 from isthmus.common.cluster import Role
 from isthmus.common.errors import StaleEpochError
 from isthmus.common.ids import new_transfer_id
@@ -21,7 +22,6 @@ from isthmus.common.transfer import (
 from isthmus.common.types import InstanceRef
 from isthmus.protos import convert
 from isthmus.protos.v1 import prefill_pb2, prefill_pb2_grpc, transfer_pb2, transfer_pb2_grpc
-
 from tests.support.engine_driver import make_prompt
 from tests.support.gateway_stub import check_integrity, make_request
 from tests.support.serving import Moved, Oracle, Serving, restart_registry, serving

@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 
 import pytest
-from isthmus.common.cluster import Role
 
+from isthmus.common.cluster import Role
 from tests.support.engine_driver import make_prompt
 from tests.support.serving import Moved, Oracle, Serving, serving
 

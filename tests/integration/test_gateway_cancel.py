@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 import pytest_asyncio
+
 from isthmus.common import metrics
 from isthmus.common.clock import SystemClock
 from isthmus.common.timeline import Timeline
@@ -18,7 +19,6 @@ from isthmus.gateway.exchange import Exchange
 from isthmus.gateway.formats import CompletionFormat
 from isthmus.gateway.plan import GenerationPlan, PreparedPrompt
 from isthmus.gateway.sse import EventStreamResponse
-
 from tests.support.fake_decode import FakeDecode, Script
 from tests.support.gateway_server import RunningGateway, running_gateway
 from tests.support.poll import poll_until

@@ -10,11 +10,11 @@ from pathlib import Path
 import openai
 import pytest
 import pytest_asyncio
+
 from isthmus.common import metrics
 from isthmus.common.config import ClusterConfig, GatewayConfig
 from isthmus.common.errors import InternalError, InvalidRequestError, OutOfBlocksError
 from isthmus.protos.v1 import common_pb2
-
 from tests.support.fake_decode import FakeDecode, Script
 from tests.support.gateway_server import RunningGateway, running_gateway
 from tests.support.poll import poll_until

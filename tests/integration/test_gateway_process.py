@@ -12,11 +12,11 @@ from pathlib import Path
 
 import httpx
 import pytest
+
 from isthmus.common.config import ClusterConfig, GatewayConfig, ModelConfig
 from isthmus.common.registry.base import instance_key
 from isthmus.common.registry.embedded import EmbeddedRegistryClient, RegistryServer
 from isthmus.protos import convert
-
 from tests.support.fake_decode import FakeDecode, Script
 from tests.support.tiny_tokenizer import write_tiny_model
 

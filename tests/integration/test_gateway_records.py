@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from isthmus.common import metrics
 from structlog.testing import capture_logs
 
+from isthmus.common import metrics
 from tests.support.fake_decode import FakeDecode, Script
 from tests.support.gateway_server import RunningGateway, running_gateway
 from tests.support.poll import poll_until

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import httpx
 import pytest
+
 from isthmus.common import metrics
 from isthmus.common.errors import OutOfBlocksError, TransferTimeoutError
 from isthmus.protos.v1 import common_pb2
-
 from tests.support.fake_decode import FakeDecode, Script
 from tests.support.gateway_server import running_gateway
 from tests.support.poll import poll_until

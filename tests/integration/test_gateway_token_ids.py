@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from isthmus.protos.v1 import common_pb2
 
+from isthmus.protos.v1 import common_pb2
 from tests.support.fake_decode import FakeDecode, Script
 from tests.support.gateway_server import RunningGateway, running_gateway
 

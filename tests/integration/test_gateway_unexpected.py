@@ -9,11 +9,11 @@ from typing import NoReturn
 
 import pytest
 import pytest_asyncio
+from structlog.testing import capture_logs
+
 from isthmus.common import metrics
 from isthmus.gateway.formats import ChatFormat
 from isthmus.gateway.router_client import RouterClient
-from structlog.testing import capture_logs
-
 from tests.support.fake_decode import FakeDecode
 from tests.support.gateway_server import RunningGateway, running_gateway
 

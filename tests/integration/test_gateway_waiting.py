@@ -9,10 +9,10 @@ from typing import Any
 
 import httpx
 import pytest
+
 from isthmus.common import metrics
 from isthmus.common.config import ClusterConfig, GatewayConfig
 from isthmus.common.errors import DrainingError, OutOfBlocksError
-
 from tests.support.fake_decode import FakeDecode, Script
 from tests.support.gateway_server import RunningGateway, running_gateway
 from tests.support.poll import poll_until

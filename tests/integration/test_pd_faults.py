@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
 import pytest
+
 from isthmus.common.cluster import InstanceInfo, Role
 from isthmus.common.config import ClusterConfig
 from isthmus.common.ids import InstanceId
@@ -16,7 +17,6 @@ from isthmus.common.rpc import create_channel
 from isthmus.protos import convert
 from isthmus.protos.v1 import prefill_pb2, prefill_pb2_grpc
 from isthmus.worker.lifecycle import ExitCode
-
 from tests.support.engine_driver import make_prompt
 from tests.support.gateway_stub import Answer, GatewayStub, make_request, wait_idle
 from tests.support.local_cluster import LocalCluster, LocalWorker, local_config

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import pytest
 import pytest_asyncio
+
 from isthmus.common.cluster import InstanceInfo, Role
 from isthmus.common.rpc import create_channel
 from isthmus.protos.v1 import common_pb2, instance_pb2, instance_pb2_grpc
-
 from tests.support.engine_driver import make_prompt
 from tests.support.gateway_stub import Answer, GatewayStub, make_request, wait_idle
 from tests.support.local_cluster import LocalCluster

@@ -9,12 +9,12 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+
 from isthmus.common.cluster import InstanceInfo, InstanceState, Role
 from isthmus.common.config import ClusterConfig
 from isthmus.common.rpc import create_channel
 from isthmus.protos.v1 import instance_pb2, instance_pb2_grpc
 from isthmus.worker.threads import run_in_thread
-
 from tests.support.engine_driver import make_prompt
 from tests.support.gateway_stub import Answer, GatewayStub, make_request, wait_idle
 from tests.support.tiny_models import save, tiny_model

@@ -11,6 +11,7 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
 from isthmus.common.cluster import InstanceState, Role
 from isthmus.common.errors import HandshakeError, LayoutMismatchError
 from isthmus.common.kv_events import BlocksStored
@@ -24,7 +25,6 @@ from isthmus.protos.v1 import (
     transfer_pb2_grpc,
 )
 from isthmus.worker.lifecycle import ExitCode
-
 from tests.support.engine_driver import make_prompt
 from tests.support.gateway_stub import GatewayStub, make_request
 from tests.support.local_cluster import LocalCluster, LocalWorker

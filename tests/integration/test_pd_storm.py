@@ -6,8 +6,8 @@ import asyncio
 import random
 
 import pytest
-from isthmus.common.cluster import Role
 
+from isthmus.common.cluster import Role
 from tests.support.engine_driver import make_prompt
 from tests.support.gateway_stub import Answer, GatewayStub, make_request, wait_idle
 from tests.support.local_cluster import LocalCluster, local_config

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
+
 from isthmus.common.cluster import InstanceInfo, InstanceState, LatencyModel, LoadReport, Role
 from isthmus.common.ids import BlockHash, InstanceId
 from isthmus.common.kv_events import BlocksRemoved, BlocksStored, CacheCleared, KvEventBatch

@@ -5,6 +5,7 @@ import sys
 
 from hypothesis import given
 from hypothesis import strategies as st
+
 from isthmus.common.hashing import block_hashes, root_hash
 
 TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=80)

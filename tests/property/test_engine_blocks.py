@@ -7,6 +7,7 @@ from collections import Counter
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
+
 from isthmus.common.hashing import block_hashes, root_hash
 from isthmus.common.ids import BlockHash
 from isthmus.common.kv_events import BlocksRemoved, BlocksStored

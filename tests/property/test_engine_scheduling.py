@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from isthmus.engine.block_table import TableState
 from isthmus.engine.kv_manager import KvCacheManager
 from isthmus.engine.scheduler import Scheduler, StepPlan
 from isthmus.engine.sequence import SeqStatus, Sequence
 from isthmus.engine.types import SequenceMode
-
 from tests.support.engine_driver import make_prompt, make_request
 
 BLOCK_SIZE = 4

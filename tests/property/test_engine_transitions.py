@@ -8,13 +8,13 @@ from enum import Enum
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from isthmus.common.errors import OutOfBlocksError
 from isthmus.common.ids import RequestId
 from isthmus.common.state_machine import IllegalTransitionError, Transitions
 from isthmus.engine.block_table import TABLE_TRANSITIONS, TableState
 from isthmus.engine.sequence import SEQ_TRANSITIONS, SeqStatus, Sequence
 from isthmus.engine.types import Reservation, SequenceMode
-
 from tests.support.engine_driver import make_prompt, make_request
 from tests.support.tiny_model import TinyModel, make_tiny_core
 

@@ -8,6 +8,8 @@ from contextlib import suppress
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
+from pydantic import BaseModel
+
 from isthmus.common.errors import InvalidRequestError
 from isthmus.gateway.schemas import (
     ChatBody,
@@ -16,7 +18,6 @@ from isthmus.gateway.schemas import (
     TokenizeBody,
     parse_body,
 )
-from pydantic import BaseModel
 
 MODELS: list[type[BaseModel]] = [ChatBody, CompletionBody, TokenizeBody, DetokenizeBody]
 leaves = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)

@@ -6,11 +6,11 @@ from functools import lru_cache
 
 import hypothesis.strategies as st
 from hypothesis import given, settings
+
 from isthmus.gateway.detokenizer import Detokenizer
 from isthmus.gateway.gguf_tokenizer import byte_alphabet
 from isthmus.gateway.stop import StopScanner
 from isthmus.gateway.tokenizer import TextTokenizer
-
 from tests.support.tiny_tokenizer import build_tiny_backend
 
 

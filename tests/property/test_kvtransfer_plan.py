@@ -7,9 +7,9 @@ from itertools import pairwise
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
+
 from isthmus.common.ids import BlockId
 from isthmus.kvtransfer.plan import plan_copies
-
 from tests.support.transfer_pair import LAYOUT
 
 NUM_BLOCKS = 12

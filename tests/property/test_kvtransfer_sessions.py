@@ -14,11 +14,11 @@ from itertools import pairwise
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from isthmus.common.errors import IsthmusError
 from isthmus.common.ids import BlockId
 from isthmus.kvtransfer.receive_session import ReceiveSession, ReceiveState
 from isthmus.kvtransfer.send_session import SendSession, SendState
-
 from tests.support.transfer_pair import NUM_BLOCKS, TransferPair, transfer_pair
 
 FAULTS = ("", "refuse", "fail", "delay=2", "delay=7", "hang", "drop", "duplicate")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from isthmus.common.clock import NS_PER_MS
 from isthmus.common.ids import DecisionId
 from isthmus.router.breaker import Breaker, BreakerState

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from isthmus.common.ids import BlockHash, InstanceId
 from isthmus.common.kv_events import (
     BlocksRemoved,

@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
+
 from isthmus.kvtransfer.connectors.fake import FakeConnector, Fault
 from isthmus.kvtransfer.connectors.local import LocalConnector, LocalFabric
 from isthmus.kvtransfer.interface import (

@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import grpc.aio
+
 from isthmus.common.cluster import InstanceInfo, InstanceState, LoadReport, Role
 from isthmus.common.errors import IsthmusError
 from isthmus.common.ids import InstanceId

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import grpc.aio
+
 from isthmus.common.cluster import InstanceInfo, LoadReport
 from isthmus.common.ids import BlockHash
 from isthmus.common.kv_events import (

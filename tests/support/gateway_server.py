@@ -10,6 +10,7 @@ from pathlib import Path
 
 import httpx
 import openai
+
 from isthmus.common.clock import SystemClock
 from isthmus.common.config import ClusterConfig
 from isthmus.common.model_files import locate_model
@@ -18,7 +19,6 @@ from isthmus.gateway.context import Gateway
 from isthmus.gateway.server import HttpServer, bind_socket
 from isthmus.gateway.tokenizer import TextTokenizer, load_tokenizer
 from isthmus.router.router import Router
-
 from tests.support.fake_decode import FakeDecode
 from tests.support.poll import poll_until
 from tests.support.tiny_tokenizer import write_tiny_model

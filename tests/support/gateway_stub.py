@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 
 import grpc.aio
+
 from isthmus.common.cluster import InstanceInfo
 from isthmus.common.ids import DecisionId, RequestId, new_decision_id, new_request_id
 from isthmus.common.rpc import create_channel

@@ -24,7 +24,6 @@ from isthmus.protos.v1 import common_pb2
 from isthmus.worker.lifecycle import ExitCode, StopRequest
 from isthmus.worker.process import run_worker
 from isthmus.worker.role import WorkerArgs
-
 from tests.support.tiny_model import TinyModel
 
 START_TIMEOUT_S = 30.0

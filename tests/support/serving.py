@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
 from isthmus.common.clock import SystemClock
 from isthmus.common.cluster import InstanceInfo, Role
 from isthmus.common.config import ClusterConfig, EngineConfig, ModelConfig
@@ -27,8 +29,6 @@ from isthmus.common.registry.embedded import RegistryServer
 from isthmus.engine.core import EngineCore
 from isthmus.gateway.detokenizer import Detokenizer
 from isthmus.gateway.tokenizer import load_tokenizer
-from prometheus_client.parser import text_string_to_metric_families
-
 from tests.support.engine_driver import Driver, make_request
 from tests.support.gateway_stub import check_integrity, wait_idle
 from tests.support.poll import poll_until

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from itertools import pairwise
 
 import torch
+
 from isthmus.common.clock import Clock, VirtualClock
 from isthmus.common.config import EngineConfig
 from isthmus.engine.core import EngineCore

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from isthmus.gateway.gguf_tokenizer import byte_alphabet
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
+
+from isthmus.gateway.gguf_tokenizer import byte_alphabet
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 WORDS = ("the", " the", " one", " two", " three", "he", "in", " zeta", " eta", " theta")

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
+
 from isthmus.common.clock import NS_PER_MS, VirtualClock
 from isthmus.common.config import TransferConfig
 from isthmus.common.ids import BlockId, InstanceId, RequestId, new_transfer_id

@@ -8,6 +8,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
+
 from isthmus.common.clock import SystemClock
 from isthmus.common.config import TransferConfig
 from isthmus.common.ids import BlockId, InstanceId, TransferId
@@ -19,7 +20,6 @@ from isthmus.kvtransfer.interface import MemoryRegion
 from isthmus.kvtransfer.manager import TransferManager
 from isthmus.kvtransfer.receive_session import ReceiveSession
 from isthmus.kvtransfer.send_session import SendSession
-
 from tests.support.connector_process import ChildProcess
 
 LAYOUT = KvLayout(

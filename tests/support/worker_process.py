@@ -26,7 +26,6 @@ from isthmus.common.registry import instances_prefix
 from isthmus.common.registry.embedded import RegistryServer
 from isthmus.protos import convert
 from isthmus.protos.v1 import common_pb2
-
 from tests.support.poll import poll_until
 
 MODULES = {

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import httpx
 import pytest
+
 from isthmus.cli.chat_client import ChatClient, first_model
 from isthmus.common.errors import InstanceLostError, InternalError
 

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import structlog
 import yaml
+from rich.console import Console
+
 from isthmus.cli import output
 from isthmus.cli.commands import up as up_command
 from isthmus.cli.commands.config import MASK
@@ -19,7 +21,6 @@ from isthmus.common.config import ClusterConfig, load_config
 from isthmus.common.errors import ConfigError
 from isthmus.controlplane.progress import ReadyCluster, ReadyInstance
 from isthmus.controlplane.state_file import ClusterState, process_start, write_state
-from rich.console import Console
 
 Run = Callable[..., tuple[int, str, str]]
 

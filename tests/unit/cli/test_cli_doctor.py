@@ -3,6 +3,7 @@ from __future__ import annotations
 import socket
 
 import pytest
+
 from isthmus.cli.commands import doctor
 from isthmus.cli.commands.doctor import Level
 from isthmus.controlplane import preflight

@@ -3,6 +3,7 @@ from __future__ import annotations
 import grpc
 import msgspec
 import pytest
+
 from isthmus.common.errors import (
     DrainingError,
     ErrorDetail,

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+
 from isthmus.common.memory import available_memory
 
 

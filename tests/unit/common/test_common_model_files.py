@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from isthmus.common.errors import ModelFileError
 from isthmus.common.model_files import ModelKind, locate_model
 

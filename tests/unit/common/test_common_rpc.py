@@ -5,6 +5,7 @@ from contextlib import asynccontextmanager
 
 import grpc.aio
 import pytest
+
 from isthmus.common.errors import (
     DeadlineError,
     InstanceLostError,

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+
 from isthmus.common.clock import SystemClock, VirtualClock
 from isthmus.common.cluster import INSTANCE_TRANSITIONS, InstanceState, LatencyModel
 from isthmus.common.kv_layout import KvLayout

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from isthmus.common.config import ClusterConfig, load_config
 from isthmus.common.errors import ConfigError
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
 from isthmus.common.clock import SystemClock
 from isthmus.common.cluster import InstanceInfo, InstanceState, Role
 from isthmus.common.config import load_config
@@ -22,7 +23,6 @@ from isthmus.controlplane.cluster import Cluster
 from isthmus.controlplane.progress import Progress, ReadyCluster
 from isthmus.controlplane.state_file import ClusterState, find_running
 from isthmus.protos.convert import info_to_pb
-
 from tests.support.fake_actuator import FakeActuator
 from tests.support.poll import poll_until
 

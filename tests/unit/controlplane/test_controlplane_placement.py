@@ -4,6 +4,7 @@ from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
+
 from isthmus.common.cluster import Role
 from isthmus.common.config import load_config
 from isthmus.controlplane.placement import desired_replicas, plan_cpus, with_cpus

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from gguf import GGUFWriter
+
 from isthmus.common.config import ClusterConfig, load_config
 from isthmus.common.errors import ConfigError, ModelFileError
 from isthmus.common.model_files import ModelFiles, ModelKind

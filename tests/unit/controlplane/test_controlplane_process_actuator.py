@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from isthmus.common.config import load_config
 from isthmus.controlplane.actuators.base import ProcessKind, ProcessSpec
 from isthmus.controlplane.actuators.process import (
@@ -22,7 +23,6 @@ from isthmus.controlplane.actuators.process import (
 )
 from isthmus.controlplane.logs import log_file
 from isthmus.controlplane.state_file import process_start
-
 from tests.support.poll import poll_until
 
 PROGRAM = dict.fromkeys(ProcessKind, "tests.support.child_program")

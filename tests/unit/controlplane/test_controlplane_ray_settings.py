@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 
 import pytest
+
 from isthmus.controlplane.actuators.ray_environment import prepare_environment, private_environment
 
 

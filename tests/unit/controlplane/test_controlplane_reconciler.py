@@ -5,11 +5,11 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
+
 from isthmus.common.clock import VirtualClock
 from isthmus.common.cluster import Role
 from isthmus.common.config import ClusterConfig, load_config
 from isthmus.controlplane.reconciler import Reconciler
-
 from tests.support.fake_actuator import FakeActuator
 from tests.support.poll import poll_until
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+
 from isthmus.common.config import load_config
 from isthmus.controlplane.state_file import (
     ClusterState,

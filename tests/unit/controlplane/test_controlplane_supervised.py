@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
+
 from isthmus.common.clock import VirtualClock
 from isthmus.common.config import ClusterConfig
 from isthmus.controlplane.actuators.base import ProcessKind, ProcessSpec
@@ -14,7 +15,6 @@ from isthmus.controlplane.supervised import (
     ProcessState,
     SupervisedProcess,
 )
-
 from tests.support.fake_actuator import FakeActuator
 from tests.support.poll import poll_until
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+
 from isthmus.common.errors import OutOfBlocksError
 from isthmus.common.ids import RequestId
 from isthmus.common.timeline import Event, Timeline

@@ -6,6 +6,7 @@ import asyncio
 from types import SimpleNamespace
 
 import pytest
+
 from isthmus.common.clock import VirtualClock
 from isthmus.common.errors import ContextLengthError, IsthmusError, OutOfBlocksError
 from isthmus.common.ids import InstanceId, TransferId
@@ -13,7 +14,6 @@ from isthmus.common.types import InstanceRef
 from isthmus.decode_worker.prefill_client import AbortReply
 from isthmus.decode_worker.reservations import Reservations
 from isthmus.engine.types import Reservation
-
 from tests.support.engine_driver import make_prompt, make_request
 from tests.support.poll import poll_until
 from tests.support.tiny_model import make_tiny_core

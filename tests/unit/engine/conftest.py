@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 import structlog
+
 from isthmus.common.config import LoggingConfig
 from isthmus.common.logging import configure_logging
 

@@ -2,13 +2,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
 from isthmus.common.ids import BlockId
 from isthmus.engine.batch import build_step_input
 from isthmus.engine.block_table import BlockTable, TableState
 from isthmus.engine.scheduler import StepPlan
 from isthmus.engine.sequence import Sequence
 from isthmus.engine.types import SequenceMode
-
 from tests.support.engine_driver import make_prompt, make_request
 
 BLOCK_SIZE = 4

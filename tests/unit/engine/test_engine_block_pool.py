@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+
 from isthmus.common.ids import BlockHash, BlockId
 from isthmus.common.kv_events import BlocksRemoved, BlocksStored, CacheCleared
 from isthmus.engine.block_pool import NULL_BLOCK, BlockPool

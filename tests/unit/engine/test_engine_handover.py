@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
+
 from isthmus.common.errors import InternalError, OutOfBlocksError
 from isthmus.common.ids import RequestId
 from isthmus.common.kv_events import BlocksStored
 from isthmus.common.types import FinishReason, Request
 from isthmus.engine.core import EngineCore
 from isthmus.engine.types import SequenceMode
-
 from tests.support.engine_driver import (
     Driver,
     Outcome,

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+
 from isthmus.common.hashing import block_hashes, root_hash
 from isthmus.common.ids import BlockHash
 from isthmus.common.state_machine import IllegalTransitionError

@@ -6,6 +6,8 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
+
 from isthmus.common.errors import InternalError
 from isthmus.common.types import SamplingParams
 from isthmus.engine.batch import StepInput, build_step_input
@@ -15,8 +17,6 @@ from isthmus.engine.sampler import SampledToken, describe_token, draw_token, lar
 from isthmus.engine.scheduler import StepPlan
 from isthmus.engine.sequence import Sequence
 from isthmus.engine.types import SequenceMode
-from numpy.typing import NDArray
-
 from tests.support.engine_driver import make_request
 
 VOCAB_SIZE = 1000

@@ -6,12 +6,12 @@ import threading
 from collections import defaultdict
 
 import pytest
+
 from isthmus.common.clock import VirtualClock
 from isthmus.common.config import EngineConfig
 from isthmus.common.errors import ConfigError
 from isthmus.common.ids import RequestId
 from isthmus.engine.core import EngineCore
-
 from tests.support.engine_driver import Driver, generate, make_prompt, make_request
 from tests.support.tiny_model import TinyModel, make_tiny_core
 

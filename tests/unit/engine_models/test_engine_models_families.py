@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from isthmus.common.config import ModelConfig
 from isthmus.engine.models.loader import load_model
-
 from tests.support.paged import PagedSequences
 from tests.support.tiny_models import FAMILIES, reference_logits, save, tiny_model
 

@@ -10,12 +10,12 @@ import gguf
 import numpy as np
 import pytest
 import torch
+
 from isthmus.common.config import ModelConfig
 from isthmus.common.errors import ModelError, ModelFileError, UnknownArchitectureError
 from isthmus.common.gguf_file import read_gguf
 from isthmus.engine.models.gguf import GgufCheckpoint
 from isthmus.engine.models.loader import load_model, load_spec
-
 from tests.support.paged import PagedSequences
 from tests.support.tiny_models import reference_logits, save_gguf, tiny_model
 

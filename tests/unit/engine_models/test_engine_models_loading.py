@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+
 from isthmus.common.config import ModelConfig
 from isthmus.common.errors import (
     ConfigError,
@@ -22,8 +24,6 @@ from isthmus.common.errors import (
 from isthmus.engine.models import loader
 from isthmus.engine.models.loader import load_model, load_spec
 from isthmus.engine.models.weights import WeightReader
-from safetensors.torch import load_file, save_file
-
 from tests.support.tiny_models import save, tiny_model
 
 

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
 from isthmus.common.config import ModelConfig
 from isthmus.common.errors import ConfigError, ModelFileError, UnknownArchitectureError
 from isthmus.engine.models import registry
 from isthmus.engine.models.config import parse_config, with_max_model_len
 from isthmus.engine.models.loader import load_model, load_spec
 from isthmus.engine.models.rope import cos_sin_table
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
 from tests.support.paged import PagedSequences
 from tests.support.tiny_models import SIZES, reference_logits, save, tiny_model
 

@@ -8,12 +8,12 @@ import sys
 import gguf
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
 from isthmus.common.config import ModelConfig
 from isthmus.common.model_files import sample_model_path
 from isthmus.engine.models.loader import load_model
 from isthmus.engine.models.types import LanguageModel
-from transformers import AutoModelForCausalLM, PreTrainedModel
-
 from tests.support.paged import PagedSequences
 from tests.support.tiny_models import reference_logits
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
 from isthmus.common.errors import InvalidRequestError, ModelFileError
 from isthmus.common.gguf_file import read_gguf
 from isthmus.common.model_files import sample_model_path

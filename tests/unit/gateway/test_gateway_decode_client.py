@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 import pytest_asyncio
+
 from isthmus.common.clock import SystemClock
 from isthmus.common.errors import InstanceLostError, InternalError, IsthmusError
 from isthmus.common.ids import DecisionId, InstanceId, RequestId
@@ -20,7 +21,6 @@ from isthmus.common.types import (
     TokenLogprob,
 )
 from isthmus.gateway.decode_client import DecodeClient, GenerationEnd
-
 from tests.support.fake_decode import FakeDecode, Script
 from tests.support.poll import poll_until
 

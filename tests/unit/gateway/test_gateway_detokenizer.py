@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from isthmus.common.model_files import locate_model
 from isthmus.gateway.detokenizer import Detokenizer
 from isthmus.gateway.tokenizer import TextTokenizer, load_tokenizer
-
 from tests.support.tiny_tokenizer import write_tiny_model
 
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from starlette.requests import Request
+from starlette.types import Message
+
 from isthmus.common.config import GatewayConfig
 from isthmus.common.errors import (
     AuthenticationError,
@@ -13,8 +16,6 @@ from isthmus.common.errors import (
     RateLimitedError,
 )
 from isthmus.gateway.limits import Identity, InflightLimiter, KeyRing, read_body
-from starlette.requests import Request
-from starlette.types import Message
 
 
 def test_without_keys_everybody_is_anonymous() -> None:

@@ -8,9 +8,9 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
-from isthmus.gateway.longest_token import NO_BOUND, longest_token
 from tokenizers import AddedToken, normalizers, pre_tokenizers
 
+from isthmus.gateway.longest_token import NO_BOUND, longest_token
 from tests.support.tiny_tokenizer import SPECIAL, WORDS, build_tiny_backend
 
 TABLE = [token.encode() for token in (*SPECIAL, *WORDS)]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
+
 from isthmus.common.model_files import locate_model
 from isthmus.common.types import SamplingParams
 from isthmus.gateway.output_text import OutputText
 from isthmus.gateway.tokenizer import TextTokenizer, load_tokenizer
-
 from tests.support.tiny_tokenizer import write_tiny_model
 
 STOP = 3 + ord("!")

@@ -7,6 +7,8 @@ import re
 from typing import Any
 
 import pytest
+from pydantic import BaseModel, ValidationError
+
 from isthmus.common.errors import InvalidRequestError, UnsupportedParameterError
 from isthmus.gateway.schemas import (
     MAX_FIELDS,
@@ -18,7 +20,6 @@ from isthmus.gateway.schemas import (
     TokenizeBody,
     parse_body,
 )
-from pydantic import BaseModel, ValidationError
 
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
 TEXT: dict[str, Any] = {"model": "m", "prompt": "x"}

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 from gguf import GGUFWriter
+
 from isthmus.common.errors import ModelFileError
 from isthmus.common.model_files import locate_model, sample_model_path
 from isthmus.gateway.tokenizer import TextTokenizer, load_tokenizer
-
 from tests.support.tiny_tokenizer import write_tiny_model
 
 transformers = pytest.importorskip("transformers")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from isthmus.kernels import reference, registry
 from isthmus.kernels.cpu import BuildError, build
 from isthmus.kernels.cpu.library import load_library

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from isthmus.kernels import Kernels, select
 
+from isthmus.kernels import Kernels, select
 from tests.support.paged_kv import PagedCase, paged_case
 
 DTYPES = [torch.float32, torch.bfloat16]

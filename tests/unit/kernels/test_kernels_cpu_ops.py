@@ -6,9 +6,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from isthmus.kernels import Kernels, reference, select
 from isthmus.kernels.tolerances import CACHE_TOLERANCES, Tolerance, assert_close
-
 from tests.support.paged_kv import paged_case
 
 DTYPES = [torch.float32, torch.bfloat16]

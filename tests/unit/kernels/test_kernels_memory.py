@@ -4,6 +4,7 @@ import gc
 
 import pytest
 import torch
+
 from isthmus.kernels.memory import zeros_in_huge_pages
 
 

@@ -9,6 +9,7 @@ import sys
 import msgspec
 import numpy as np
 import pytest
+
 from isthmus.common.config import TransferConfig
 from isthmus.common.errors import ConfigError, HandshakeError, TransferError
 from isthmus.common.ids import InstanceId

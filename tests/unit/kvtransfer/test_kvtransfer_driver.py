@@ -6,6 +6,7 @@ import threading
 from collections.abc import Sequence
 
 import pytest
+
 from isthmus.common.clock import VirtualClock
 from isthmus.common.errors import IsthmusError, TransferTimeoutError
 from isthmus.kvtransfer.driver import ConnectorDriver, Outcome, Write
@@ -16,7 +17,6 @@ from isthmus.kvtransfer.interface import (
     WriteHandle,
     WriteState,
 )
-
 from tests.support.poll import poll_until
 
 pytestmark = pytest.mark.asyncio

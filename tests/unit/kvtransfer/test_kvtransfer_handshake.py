@@ -4,13 +4,13 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+
 from isthmus.common.errors import HandshakeError, LayoutMismatchError, StaleEpochError
 from isthmus.common.ids import InstanceId
 from isthmus.common.transfer import TransferOffer
 from isthmus.common.types import InstanceRef
 from isthmus.kvtransfer.handshake import check_epoch, check_offer, make_offer
 from isthmus.kvtransfer.interface import MemoryRegion
-
 from tests.support.transfer_pair import LAYOUT
 
 REGION = MemoryRegion(4096, 8 * LAYOUT.block_bytes)

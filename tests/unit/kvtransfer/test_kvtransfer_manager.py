@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+
 from isthmus.common.clock import SystemClock
 from isthmus.common.errors import (
     DeadlineError,
@@ -24,7 +25,6 @@ from isthmus.kvtransfer.interface import PeerName
 from isthmus.kvtransfer.notification import Flags, Notification
 from isthmus.kvtransfer.receive_session import Ignored, ReceiveState
 from isthmus.kvtransfer.send_session import SendState
-
 from tests.support.poll import poll_until
 from tests.support.transfer_pair import (
     CONFIG,

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+
 from isthmus.common.ids import TransferId
 from isthmus.kvtransfer.notification import NUM_BYTES, Flags, Notification, decode
 

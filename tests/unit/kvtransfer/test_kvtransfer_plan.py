@@ -3,10 +3,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+
 from isthmus.common.errors import LayoutMismatchError
 from isthmus.kvtransfer.interface import CopyOp
 from isthmus.kvtransfer.plan import check_plannable, plan_copies
-
 from tests.support.transfer_pair import LAYOUT, blocks
 
 SIZE = LAYOUT.block_bytes

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+
 from isthmus.common.errors import (
     CancelledError,
     InstanceLostError,
@@ -22,7 +23,6 @@ from isthmus.kvtransfer.receive_session import (
     ReceiveState,
 )
 from isthmus.kvtransfer.send_session import SEND_TRANSITIONS, SendState
-
 from tests.support.transfer_pair import LAYOUT, TransferEnd, TransferPair, blocks, transfer_pair
 
 pytestmark = pytest.mark.asyncio

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from isthmus.prefill_worker.chunk_feed import BlockRange, ChunkFeed, num_final_blocks
 
 

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 
 import grpc.aio
 import pytest
+
 from isthmus.common.backoff import Backoff
 from isthmus.common.errors import DeadlineError, InstanceLostError
 from isthmus.common.registry import MemoryRegistry, WatchEvent, resume_watch
 from isthmus.common.registry.embedded import EmbeddedRegistryClient, RegistryServer
-
 from tests.support.poll import poll_until
 
 WAIT_S = 10.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+
 from isthmus.common.clock import VirtualClock
 from isthmus.common.errors import InstanceLostError
 from isthmus.common.registry import MemoryRegistry

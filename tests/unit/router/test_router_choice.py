@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+
 from isthmus.common.cluster import LatencyModel, Role
 from isthmus.common.ids import InstanceId
 from isthmus.common.types import LocalPrefillReason, RouteDecision
 from isthmus.router import FilterReason, Outcome
-
 from tests.support.router_cluster import LAYOUT, Cluster, hashes_of, make_query
 
 POLICIES = ["least_predicted_load", "round_robin", "least_loaded"]

@@ -9,6 +9,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
 import pytest
+from structlog.testing import capture_logs
+
 from isthmus.common.clock import SystemClock, VirtualClock
 from isthmus.common.cluster import InstanceState, Role
 from isthmus.common.config import RouterConfig
@@ -17,8 +19,6 @@ from isthmus.common.ids import BlockHash, InstanceId
 from isthmus.common.registry import MemoryRegistry, instance_key
 from isthmus.router import Router
 from isthmus.router.feed import ClusterFeed
-from structlog.testing import capture_logs
-
 from tests.support.fake_instance import FakeInstance
 from tests.support.poll import poll_until
 from tests.support.router_cluster import make_info, make_query

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from isthmus.common.cluster import InstanceState, Role
 from isthmus.common.errors import (
     CapacityError,
@@ -14,7 +15,6 @@ from isthmus.common.ids import DecisionId, InstanceId, RequestId
 from isthmus.common.types import LocalPrefillReason
 from isthmus.router import FilterReason, Outcome, OutcomeKind
 from isthmus.router.explain import MAX_RECORDS
-
 from tests.support.router_cluster import Cluster, make_query
 
 P0, D0 = InstanceId("p0"), InstanceId("d0")

@@ -1,10 +1,10 @@
 from __future__ import annotations
 
 import pytest
+
 from isthmus.common.clock import SystemClock
 from isthmus.common.cluster import LatencyModel
 from isthmus.worker.calibrate import calibrate, fit
-
 from tests.support.tiny_model import TinyModel, make_tiny_core
 
 SPEC = TinyModel().spec

@@ -3,11 +3,11 @@ from __future__ import annotations
 import threading
 
 import pytest
+
 from isthmus.common.clock import SystemClock, VirtualClock
 from isthmus.engine.core import EngineCore
 from isthmus.engine.types import StepOutput
 from isthmus.worker.engine_loop import EngineLoop
-
 from tests.support.engine_driver import make_prompt, make_request
 from tests.support.poll import poll_until
 from tests.support.tiny_model import TinyModel, make_tiny_core

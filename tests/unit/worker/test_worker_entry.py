@@ -3,6 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from isthmus.common.cluster import Role
 from isthmus.common.config import ClusterConfig
 from isthmus.common.errors import ConfigError

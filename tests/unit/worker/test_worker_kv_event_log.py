@@ -3,10 +3,10 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+
 from isthmus.common.ids import BlockHash, InstanceId
 from isthmus.common.kv_events import BlocksRemoved, BlocksStored, CacheCleared, KvEventBatch
 from isthmus.worker.kv_event_log import KvEventLog
-
 from tests.support.engine_driver import Driver, make_prompt, make_request
 from tests.support.tiny_model import make_tiny_core
 

@@ -4,13 +4,13 @@ import asyncio
 from dataclasses import replace
 
 import pytest
+
 from isthmus.common.cluster import InstanceState, LatencyModel, Role
 from isthmus.common.errors import DrainingError
 from isthmus.common.registry import MemoryRegistry
 from isthmus.common.state_machine import IllegalTransitionError
 from isthmus.worker.lifecycle import ExitCode, Lifecycle, StopRequest
 from isthmus.worker.registration import Registration
-
 from tests.support.router_cluster import make_info
 
 pytestmark = pytest.mark.asyncio

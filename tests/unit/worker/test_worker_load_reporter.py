@@ -3,12 +3,12 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+
 from isthmus.common.clock import VirtualClock
 from isthmus.common.cluster import LoadReport
 from isthmus.common.ids import InstanceId
 from isthmus.common.types import InstanceRef
 from isthmus.worker.load_reporter import LoadReporter, OutsideLoad
-
 from tests.support.engine_driver import make_prompt, make_request
 from tests.support.poll import poll_until
 from tests.support.tiny_model import make_tiny_core

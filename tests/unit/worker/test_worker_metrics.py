@@ -7,7 +7,6 @@ from isthmus.common.ids import InstanceId
 from isthmus.common.types import InstanceRef
 from isthmus.engine.types import SequenceMode
 from isthmus.worker.metrics import InstanceMetrics, MetricsServer
-
 from tests.support.engine_driver import Driver, make_prompt, make_request
 from tests.support.tiny_model import make_tiny_core
 

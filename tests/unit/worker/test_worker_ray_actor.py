@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
+
 from isthmus.common.config import ClusterConfig
 from isthmus.common.registry.embedded import RegistryServer
 from isthmus.worker.lifecycle import ExitCode
