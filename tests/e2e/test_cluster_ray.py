@@ -39,7 +39,7 @@ def test_cluster_on_ray_serves_recovers_and_leaves_nothing() -> None:
             assert cluster.pid_of("decode") != first
             assert httpx.post(url, json=body, trust_env=False, timeout=60).status_code == 200
 
-            # More instances than two cores: an operator's choice that a private Ray must not refuse.
+            # More instances than cores: an operator may, and a private Ray must not refuse.
             scaled = place.isthmus("scale", "decode", "3")
             assert scaled.returncode == 0, scaled.stderr
             assert poll(lambda: num_ready(cluster, "decode") == 3, 120)
