@@ -32,7 +32,7 @@ VOCAB = 49_000
 
 
 @contextmanager
-def vllm(model: Path, logs: Path, venv: Path) -> Iterator[str]:
+def vllm(model: Path, logs: Path, venv: Path, dtype: str) -> Iterator[str]:
     subprocess.run([str(HERE / "peers" / "vllm_setup.sh"), str(venv)], check=True)
     port, *ports = (free_port() for _ in range(5))
     servers: list[subprocess.Popen[bytes]] = []
@@ -41,7 +41,7 @@ def vllm(model: Path, logs: Path, venv: Path) -> Iterator[str]:
             log = logs / f"vllm-{index}.log"
             servers.append(
                 vllm_pair.start_server(
-                    venv, model, ports[index], ports[2 + index], index, log, "bfloat16"
+                    venv, model, ports[index], ports[2 + index], index, log, dtype
                 )
             )
         for index in (0, 1):
@@ -85,8 +85,8 @@ class ForeignCpu:
         return total
 
 
-async def measure(url: str, seed: int) -> dict[str, float]:
-    """The figures of one side, one round."""
+async def measure(url: str, seed: int, longest: int) -> dict[str, float]:
+    """The figures of one side, one round; prompts of up to ``longest`` tokens."""
     common = {"vocab": VOCAB, "model": MODEL_NAME, "url": url}
     await run_load(
         **common, concurrency=2, num_requests=4, prompt_tokens=64, max_tokens=16, seed=seed
@@ -94,6 +94,8 @@ async def measure(url: str, seed: int) -> dict[str, float]:
     figures: dict[str, float] = {}
     noise = ForeignCpu()
     for length, count in ((128, 8), (512, 3), (2048, 2)):
+        if length > longest:
+            continue
         run = await run_load(
             **common, concurrency=1, num_requests=count, prompt_tokens=length, max_tokens=4,
             seed=seed + length,
@@ -131,23 +133,32 @@ def table(ours: dict[str, float], peer: dict[str, float] | None) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--vllm-venv", type=Path, help="leave out to measure Isthmus alone")
+    parser.add_argument(
+        "--vllm-dtype",
+        default="bfloat16",
+        help="float32 is the faster one for vLLM on a CPU without bf16 instructions",
+    )
     parser.add_argument("--model-dir", type=Path, default=OUT / "sample-bf16")
+    parser.add_argument("--longest", type=int, default=2048, help="longest prompt in tokens")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--only", choices=("isthmus", "vllm"))
     args = parser.parse_args()
     model = export(args.model_dir.resolve())
+    out = OUT / "pair.json"
     results: dict[str, list[dict[str, float]]] = {"isthmus": [], "vllm": []}
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         for number in range(args.rounds):
+            seed = 1000 * number
             if args.only != "vllm":
                 with serve(model, "--dtype", "bfloat16") as running:
-                    results["isthmus"].append(asyncio.run(measure(running.url, 1000 * number)))
+                    figures = asyncio.run(measure(running.url, seed, args.longest))
+                results["isthmus"].append(figures)
+                out.write_text(json.dumps(results, indent=1))
             if args.only != "isthmus" and args.vllm_venv:
-                with vllm(model, Path(folder), args.vllm_venv.resolve()) as url:
-                    results["vllm"].append(asyncio.run(measure(url, 1000 * number)))
-    out = OUT / "pair.json"
-    out.parent.mkdir(exist_ok=True)
-    out.write_text(json.dumps(results, indent=1))
+                with vllm(model, Path(folder), args.vllm_venv.resolve(), args.vllm_dtype) as url:
+                    figures = asyncio.run(measure(url, seed, args.longest))
+                results["vllm"].append(figures)
+                out.write_text(json.dumps(results, indent=1))
     sides = {name: median_of(rounds) for name, rounds in results.items() if rounds}
     if "isthmus" in sides:
         print(table(sides["isthmus"], sides.get("vllm")))
