@@ -73,10 +73,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--concurrency", type=int, default=16)
+    parser.add_argument("--longest-prompt", type=int, default=200)
+    parser.add_argument("--max-tokens", type=int, default=24)
     parser.add_argument("--actuator", choices=("ray", "process"), default="ray")
     args = parser.parse_args()
     shape = StormShape(
-        num_requests=args.requests, concurrency=args.concurrency, vocab=40_000, max_tokens=24
+        num_requests=args.requests,
+        concurrency=args.concurrency,
+        vocab=40_000,
+        longest_prompt=args.longest_prompt,
+        max_tokens=args.max_tokens,
     )
     with serve("sample", "--actuator", args.actuator) as running:
         print(f"ready after {running.ready_s:.1f} s", flush=True)
