@@ -21,6 +21,7 @@ from isthmus.common.cluster import Role
 from isthmus.common.config import ClusterConfig, ModelConfig, PoolConfig
 from isthmus.common.errors import ConfigError
 from isthmus.common.gguf_file import read_gguf
+from isthmus.common.memory import available_memory
 from isthmus.common.model_files import SAMPLE, ModelFiles, ModelKind, locate_model
 from isthmus.controlplane.actuators.base import pool_of
 from isthmus.controlplane.context_limit import longest_sequence, read_model_config
@@ -147,21 +148,6 @@ def weight_bytes(model: ModelConfig, files: ModelFiles) -> int:
 def _stored_dtype(folder: Path) -> str:
     config = read_model_config(folder)
     return str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
-
-
-def available_memory(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes that new processes can have: the machine's, or less where a container has a limit."""
-    available = int(psutil.virtual_memory().available)
-    try:
-        limit = (cgroup / "memory.max").read_text(encoding="ascii").strip()
-        if limit == "max":
-            return available
-        used = int((cgroup / "memory.current").read_text(encoding="ascii"))
-        stat = (cgroup / "memory.stat").read_text(encoding="ascii").split()
-        reclaimable = int(stat[stat.index("inactive_file") + 1])
-        return min(available, int(limit) - used + reclaimable)
-    except (OSError, ValueError):
-        return available
 
 
 def check_memory(estimate: MemoryEstimate, available: int) -> None:

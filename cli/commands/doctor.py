@@ -22,6 +22,7 @@ from isthmus.cli.options import Output
 from isthmus.cli.output import OutputFormat, print_json, stdout, table
 from isthmus.common.config import ClusterConfig, load_config
 from isthmus.common.errors import IsthmusError
+from isthmus.common.memory import available_memory
 from isthmus.common.model_files import locate_model, sample_model_path
 from isthmus.controlplane import preflight
 
@@ -140,7 +141,7 @@ def check_sample_model() -> Finding:
 
 def check_memory() -> Finding:
     config = load_config()
-    available = preflight.available_memory()
+    available = available_memory()
     detail = f"{available / preflight.GIB:.1f} GiB free"
     try:
         files = locate_model(config.model.path)

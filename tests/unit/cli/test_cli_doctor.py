@@ -6,7 +6,6 @@ import pytest
 
 from isthmus.cli.commands import doctor
 from isthmus.cli.commands.doctor import Level
-from isthmus.controlplane import preflight
 
 
 def test_what_is_missing_comes_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,7 +29,7 @@ def test_what_is_there_is_ok() -> None:
 
 
 def test_too_little_memory_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "available_memory", lambda: 2**20)
+    monkeypatch.setattr(doctor, "available_memory", lambda: 2**20)
     finding = doctor.check_memory()
     assert finding.level is Level.FAIL
     assert "not enough memory" in finding.advice

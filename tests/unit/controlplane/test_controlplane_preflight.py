@@ -126,15 +126,6 @@ def test_too_little_memory_says_how_much_is_needed_and_free() -> None:
     preflight.check_memory(estimate, 3 * GIB)
 
 
-def test_limit_of_a_container_counts(tmp_path: Path) -> None:
-    (tmp_path / "memory.max").write_text("3000\n")
-    (tmp_path / "memory.current").write_text("2500\n")
-    (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 700\n")
-    assert preflight.available_memory(tmp_path) == 1200
-    (tmp_path / "memory.max").write_text("max\n")
-    assert preflight.available_memory(tmp_path) > 1200
-
-
 def test_a_cluster_that_cannot_decode_is_refused() -> None:
     with pytest.raises(ConfigError, match="nothing would decode"):
         preflight.check(config_of(decode={"replicas": 0}))
