@@ -101,7 +101,9 @@ def main() -> None:
     prompts = awkward_prompts(
         tokenizer, args.prompts, block_size=16, chunk_size=512, longest=args.longest
     )
-    flags = ("--actuator", args.actuator, "--set", "router.min_remote_tokens=0")
+    # Every prompt goes to the prefill instance: no weighing of times, no minimal length.
+    flags = ("--actuator", args.actuator, "--set", "router.min_remote_tokens=0",
+             "--set", "router.policy=round_robin")  # fmt: skip
     sides = {}
     for name, count, more in (
         ("pair", args.prompts, ("--dtype", "float32")),

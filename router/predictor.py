@@ -136,14 +136,21 @@ class Predictor:
         pending: PendingLoad,
         query: RouteQuery,
         now_ns: int,
-        least_factor: float = 0.0,
+        rival: PrefillOption | None = None,
     ) -> PrefillOption:
         """The prompt computed by the decode instance, its chunks beside its decode steps.
 
-        ``least_factor``: of the prefill instances that could do it. A decode instance that computes
-        few prompts has not shown yet how slow it is, so it must not look better than they do.
+        ``rival``: the quickest of the prefill instances that could do it. A decode instance that
+        computes few prompts has not shown yet how slow it is, and two fits made while a machine
+        was busy with other things differ by more than the instances do, so it must not look
+        quicker than the rival would be.
         """
         depth = decode.cached_tokens // decode.view.block_size
+        least_factor = 0.0
+        if rival is not None:
+            size = decode.uncached_tokens, decode.cached_tokens
+            rival_ms = rival.factor * rival.view.info.latency.prefill_ms(*size)
+            least_factor = rival_ms / decode.view.info.latency.prefill_ms(*size)
         option = self.prefill_option(decode.view, pending, query, depth, now_ns, least_factor)
         num_chunks = -(-option.uncached_tokens // decode.view.info.max_num_batched_tokens)
         option.prefill_ms += num_chunks * decode.tpot_ms
@@ -160,6 +167,11 @@ class Predictor:
         self, view: InstanceView, predicted_ms: float, factor: float, measured_ms: float
     ) -> None:
         view.decode_factor = _corrected(view.decode_factor, factor, predicted_ms, measured_ms)
+
+
+def quickest_of(options: list[PrefillOption]) -> PrefillOption:
+    """Whoever computes a token in the least time, whatever waits there."""
+    return min(options, key=lambda option: option.factor * option.view.info.latency.prefill_token)
 
 
 def expected_output(query: RouteQuery) -> int:

@@ -21,7 +21,13 @@ from isthmus.router.baselines import least_loaded, round_robin
 from isthmus.router.cluster_view import ClusterView, CompatKey, InstanceView
 from isthmus.router.explain import MAX_EXPLAINED, DecisionLog, DecisionRecord, ExplainedCandidate
 from isthmus.router.policy import Candidate, LeastPredictedLoad, Policy, Pool
-from isthmus.router.predictor import DecodeOption, Predictor, PrefillOption, burden
+from isthmus.router.predictor import (
+    DecodeOption,
+    Predictor,
+    PrefillOption,
+    burden,
+    quickest_of,
+)
 from isthmus.router.snapshot import RouterSnapshot, take_snapshot
 from isthmus.router.state import RouterState
 from isthmus.router.types import Outcome, OutcomeKind, RouteQuery
@@ -133,14 +139,12 @@ class Router:
             for prefill in prefills.pop(key):
                 filtered[prefill.view.instance_id] = FilterReason.INCOMPATIBLE
 
-        factors = {
-            key: min([option.factor for option in options]) for key, options in prefills.items()
-        }
+        quickest = {key: quickest_of(options) for key, options in prefills.items()}
 
         def local(decode: DecodeOption) -> PrefillOption:
             load = pending(decode.view.instance_id)
-            least_factor = factors.get(decode.view.key, 0.0)
-            return self._predictor.local_option(decode, load, query, now_ns, least_factor)
+            rival = quickest.get(decode.view.key)
+            return self._predictor.local_option(decode, load, query, now_ns, rival)
 
         return Pool(prefills, decodes, local, self._config.min_remote_tokens)
 

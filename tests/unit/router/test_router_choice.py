@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -10,7 +11,7 @@ from isthmus.common.cluster import LatencyModel, Role
 from isthmus.common.ids import InstanceId
 from isthmus.common.types import LocalPrefillReason, RouteDecision
 from isthmus.router import FilterReason, Outcome
-from tests.support.router_cluster import LAYOUT, Cluster, hashes_of, make_query
+from tests.support.router_cluster import LATENCY, LAYOUT, Cluster, hashes_of, make_query
 
 POLICIES = ["least_predicted_load", "round_robin", "least_loaded"]
 
@@ -82,6 +83,12 @@ def test_swamped_prefill_pool_makes_local_prefill_the_better_choice() -> None:
     decision = cluster.router.route(make_query())
     assert pair(decision) == (None, "d0")
     assert decision.local_reason is LocalPrefillReason.POLICY
+
+
+def test_decode_instance_with_a_lucky_fit_gets_no_prompt_of_an_idle_prefill_pool() -> None:
+    cluster = Cluster(0, 1)
+    cluster.join("p0", Role.PREFILL, latency=replace(LATENCY, prefill_token=4.0))
+    assert pair(cluster.router.route(make_query())) == ("p0", "d0")
 
 
 def test_busy_decode_instance_is_spared_a_local_prefill() -> None:
