@@ -73,13 +73,17 @@ class Kernels(Protocol):
         kv: torch.Tensor,
         layer: int,
         slot_mapping: torch.Tensor,
+        *,
+        kv_scales: torch.Tensor | None = None,
     ) -> None:
         """Rotates q [T, H, D] and k [T, G, D] in place, then writes k, v [T, G, D] to their slots.
 
         q, k and v may be views of one [T, (H + 2G)·D] tensor: only rows may be strided.
         cos_sin [P, D] float32 holds D/2 cosines, then D/2 sines, of each position; element i is
         rotated with element i + D/2 (the NeoX convention). positions and slot_mapping int64 [T];
-        slot −1 writes nothing. kv is [N, L, 2, G, B, D].
+        slot −1 writes nothing. kv is [N, L, 2, G, B, D], of any block stride. With kv_scales
+        float32 [N, L, 2, G, B] it is int8 or float8_e4m3fn: each vector is quantised as
+        ``quantise_kv`` does and its scale is stored beside it.
         """
         ...
 
@@ -93,6 +97,11 @@ class Kernels(Protocol):
         block_table: torch.Tensor,
         scale: float,
         sliding_window: int | None = None,
+        *,
+        soft_cap: float | None = None,
+        kv_scales: torch.Tensor | None = None,
+        max_query_len: int | None = None,
+        max_seq_len: int | None = None,
     ) -> torch.Tensor:
         """Causal attention of q [T, H, D] over the paged keys and values of one layer → [T, H·D].
 
@@ -100,6 +109,8 @@ class Kernels(Protocol):
         whose length with them is seq_lens[s]; a decode step is the case of one row.
         query_start int32 [S + 1], seq_lens int32 [S], block_table int32 [S, M]. The query at
         position p sees the keys j ≤ p, and with a window only those with p − j < sliding_window.
-        Rows past query_start[S] become zero.
+        Rows past query_start[S] become zero. With soft_cap c a score s (after scale) becomes
+        c·tanh(s / c). kv_scales as in ``rope_and_cache``. max_query_len and max_seq_len are the
+        largest chunk and length, where the host knows them: without them a device is waited for.
         """
         ...

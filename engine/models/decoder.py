@@ -87,6 +87,8 @@ class Decoder:
             batch.block_table,
             self._scale,
             config.layer_windows[index],
+            max_query_len=batch.max_query_len,
+            max_seq_len=batch.max_seq_len,
         )
 
     def _norm_heads(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ import ctypes
 
 import torch
 
+from isthmus.kernels import reference
 from isthmus.kernels.cpu.build import build_library
 from isthmus.kernels.cpu.library import (
     NO_WINDOW,
@@ -116,7 +117,14 @@ class CpuKernels:
         kv: torch.Tensor,
         layer: int,
         slot_mapping: torch.Tensor,
+        *,
+        kv_scales: torch.Tensor | None = None,
     ) -> None:
+        if kv_scales is not None:  # the library reads and writes float32 and bfloat16
+            reference.rope_and_cache(
+                q, k, v, cos_sin, positions, kv, layer, slot_mapping, kv_scales=kv_scales
+            )
+            return
         num_tokens, num_heads, head_dim = q.shape
         assert _has_dense_rows(q)
         assert _has_dense_rows(k)
@@ -155,7 +163,20 @@ class CpuKernels:
         block_table: torch.Tensor,
         scale: float,
         sliding_window: int | None = None,
+        *,
+        soft_cap: float | None = None,
+        kv_scales: torch.Tensor | None = None,
+        max_query_len: int | None = None,
+        max_seq_len: int | None = None,
     ) -> torch.Tensor:
+        if soft_cap is not None or kv_scales is not None:
+            return reference.paged_attention(
+                *(q, kv, layer, query_start, seq_lens, block_table, scale, sliding_window),
+                soft_cap=soft_cap,
+                kv_scales=kv_scales,
+                max_query_len=max_query_len,
+                max_seq_len=max_seq_len,
+            )
         num_tokens, num_heads, head_dim = q.shape
         num_kv_heads, block_size = kv.shape[3], kv.shape[4]
         assert _has_dense_rows(q)

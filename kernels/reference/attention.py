@@ -1,47 +1,10 @@
-"""Every op in plain torch: the oracle of the other implementations and the fallback without them.
-
-It runs on any device and favours clearness; on the CPU it is also the fallback where no compiler
-is found, so weights are kept in float32 there (torch's bfloat16 product is several times slower).
-"""
+"""Rotary embedding with the KV write, and attention over paged KV."""
 
 from __future__ import annotations
 
 import torch
 
-from isthmus.kernels.types import PackedLinear
-
-
-def describe() -> str:
-    return f"reference (torch {torch.__version__})"
-
-
-def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedLinear:
-    out_features, in_features = weight.shape
-    data = weight.float() if weight.device.type == "cpu" else weight
-    return PackedLinear(in_features, out_features, data, None if bias is None else bias.float())
-
-
-def linear(x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
-    bias = None if packed.bias is None else packed.bias.to(x.dtype)
-    return torch.nn.functional.linear(x, packed.data.to(x.dtype), bias)
-
-
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    wide = x.float()
-    normed = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
-    return (normed * weight.float()).to(x.dtype)
-
-
-def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    total = x + residual
-    return rms_norm(total, weight, eps), total
-
-
-def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    gate, up = gate_up.chunk(2, dim=-1)
-    return torch.nn.functional.silu(gate) * up
+from isthmus.kernels.reference.quant import quantise_kv
 
 
 def rope_and_cache(
@@ -53,6 +16,8 @@ def rope_and_cache(
     kv: torch.Tensor,
     layer: int,
     slot_mapping: torch.Tensor,
+    *,
+    kv_scales: torch.Tensor | None = None,
 ) -> None:
     cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)  # each [T, 1, D/2]
     _rotate(q, cos, sin)
@@ -61,8 +26,13 @@ def rope_and_cache(
     written = slot_mapping >= 0
     blocks = slot_mapping[written] // block_size
     offsets = slot_mapping[written] % block_size
-    kv[blocks, layer, 0, :, offsets] = k[written].to(kv.dtype)
-    kv[blocks, layer, 1, :, offsets] = v[written].to(kv.dtype)
+    for side, vectors in enumerate((k[written], v[written])):
+        if kv_scales is None:
+            kv[blocks, layer, side, :, offsets] = vectors.to(kv.dtype)
+        else:
+            quantised, scales = quantise_kv(vectors, kv.dtype)
+            kv[blocks, layer, side, :, offsets] = quantised
+            kv_scales[blocks, layer, side, :, offsets] = scales
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
@@ -79,6 +49,11 @@ def paged_attention(
     block_table: torch.Tensor,
     scale: float,
     sliding_window: int | None = None,
+    *,
+    soft_cap: float | None = None,
+    kv_scales: torch.Tensor | None = None,
+    max_query_len: int | None = None,  # noqa: ARG001 - of use to a device only
+    max_seq_len: int | None = None,  # noqa: ARG001
 ) -> torch.Tensor:
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, block_size = kv.shape[3], kv.shape[4]
@@ -89,6 +64,8 @@ def paged_attention(
         num_blocks = -(-seq_len // block_size)
         blocks = block_table[index, :num_blocks].long()
         keys_values = kv[blocks, layer].float()  # [blocks, 2, G, B, D]
+        if kv_scales is not None:
+            keys_values *= kv_scales[blocks, layer].unsqueeze(-1)
         keys_values = keys_values.permute(1, 2, 0, 3, 4).reshape(2, num_kv_heads, -1, head_dim)
         keys, values = keys_values[:, :, :seq_len].repeat_interleave(
             num_heads // num_kv_heads, dim=1
@@ -98,6 +75,8 @@ def paged_attention(
         seen = visible.any(dim=0)
         values = values.masked_fill(~seen[None, :, None], 0.0)
         scores = torch.einsum("thd,hkd->htk", q[rows].float(), keys) * scale
+        if soft_cap is not None:
+            scores = soft_cap * torch.tanh(scores / soft_cap)
         weights = scores.masked_fill(~visible, float("-inf")).softmax(dim=-1)
         out[rows] = torch.einsum("htk,hkd->thd", weights, values).to(q.dtype)
     return out.view(num_tokens, num_heads * head_dim)

@@ -1,0 +1,33 @@
+"""KV in one byte an element: a scale for each vector of one head and token.
+
+A vector's scale depends on nothing else, so a block that fills up token by token is never
+quantised again, and a block carries its own scales wherever it is sent.
+"""
+
+from __future__ import annotations
+
+import torch
+
+# The largest magnitude that each dtype holds: it is what a vector's largest element becomes.
+LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+
+
+def quantise_kv(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [..., D] → (quantised [..., D] of ``dtype``, scales float32 [...]); x ≈ quantised · scale.
+
+    int8 rounds to nearest even. A vector of zeros gets scale 0.
+    """
+    wide = x.float()
+    scales = wide.abs().amax(dim=-1) / LARGEST[dtype]
+    safe = torch.where(scales > 0, scales, torch.ones_like(scales))
+    scaled = wide / safe.unsqueeze(-1)
+    if dtype is torch.int8:
+        scaled = scaled.round().clamp(-LARGEST[dtype], LARGEST[dtype])
+    return scaled.to(dtype), scales
+
+
+def dequantise_kv(
+    quantised: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """The inverse of ``quantise_kv``, as ``dtype``."""
+    return (quantised.float() * scales.unsqueeze(-1)).to(dtype)
