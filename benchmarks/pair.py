@@ -126,7 +126,8 @@ def table(ours: dict[str, float], peer: dict[str, float] | None) -> str:
     for key, value in ours.items():
         other = peer.get(key) if peer else None
         ratio = f"{value / other:7.2f}" if other else "      –"
-        lines.append(f"{key:20} {value:10.2f} {other if other is not None else '–':>10.6} {ratio}")
+        shown = "–" if other is None else f"{other:.2f}"
+        lines.append(f"{key:20} {value:10.2f} {shown:>10} {ratio}")
     return "\n".join(lines)
 
 
