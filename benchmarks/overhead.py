@@ -1,8 +1,13 @@
 """What router and gateway add to TTFT: HTTP through the gateway beside the same call without it.
 
-``python -m benchmarks.overhead`` alternates streamed requests to the gateway with gRPC calls to the
-decode instance that name the same prefill instance, prompts fresh each time, on an idle cluster.
-Printed are the medians, their difference, and the gateway's own stages from its metrics.
+``python -m benchmarks.overhead`` sends streamed requests to a gateway process and gRPC calls to the
+decode instance behind it, in turns, over connections that stay open, with fresh prompts. The decode
+instance answers at once, so that the figures hold nothing else; ``added`` is the difference of the
+two requests of one pair. ``cpu_ms`` is what the gateway process computes for one request (its idle
+work taken off), which a busy machine changes least: compare versions by it.
+
+With ``--end-to-end`` the pairs go to a cluster with a real model, whose prefill scatters by more
+than the gateway adds.
 """
 
 from __future__ import annotations
@@ -12,33 +17,101 @@ import asyncio
 import json
 import random
 import statistics
+import subprocess
+import sys
 import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import httpx
+import orjson
+import psutil
+import uvloop
 
-from benchmarks.cluster import MODEL_NAME, OUT, Running, serve
+from benchmarks.cluster import CLUSTER_NAME, MODEL_NAME, OUT, Running, free_port, serve, wait_for
 from benchmarks.load import random_prompt
 from isthmus.common.cluster import InstanceInfo, Role
+from isthmus.common.config import ClusterConfig, GatewayConfig, ModelConfig
+from isthmus.common.model_files import locate_model
+from isthmus.common.rpc import create_channel
+from isthmus.gateway.main import CONFIG_VARIABLE
+from isthmus.gateway.tokenizer import TextTokenizer, load_tokenizer
+from isthmus.protos.convert import info_from_pb
+from isthmus.protos.v1 import instance_pb2, instance_pb2_grpc
 from tests.support.gateway_stub import GatewayStub, make_request
 
-VOCAB = 49_000
+WARM_UP = 10
+IDLE_S = 3.0
+FORMS = ("ids", "text", "chat")
 
 
-async def ttft_by_http(client: httpx.AsyncClient, prompt: list[int]) -> float:
-    body = {
-        "model": MODEL_NAME, "prompt": prompt, "max_tokens": 2, "temperature": 0,
-        "ignore_eos": True, "stream": True,
-    }  # fmt: skip
-    start = time.perf_counter()
-    first = 0.0
-    async with client.stream("POST", "/v1/completions", json=body) as response:
-        async for line in response.aiter_lines():
-            if line.startswith("data: {") and not first:
-                first = time.perf_counter()
-    return (first - start) * 1e3
+class KeepAliveClient:
+    """One open connection: the least that a client can cost, so that the gateway is measured."""
+
+    def __init__(self, url: str) -> None:
+        self._host, _, self._port = url.removeprefix("http://").partition(":")
+
+    async def __aenter__(self) -> KeepAliveClient:
+        self._reader, self._writer = await asyncio.open_connection(self._host, int(self._port))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._writer.close()
+        await self._writer.wait_closed()
+
+    async def ttft_ms(self, path: str, body: dict[str, Any]) -> float:
+        """Request sent → first event received. Raises RuntimeError for any answer but 200."""
+        content = orjson.dumps(body)
+        head = (
+            f"POST {path} HTTP/1.1\r\nhost: {self._host}\r\ncontent-type: application/json\r\n"
+            f"content-length: {len(content)}\r\n\r\n"
+        )
+        start = time.perf_counter()
+        self._writer.write(head.encode() + content)
+        answer = await self._reader.readuntil(b"\r\n\r\n")
+        if not answer.startswith(b"HTTP/1.1 200"):
+            raise RuntimeError((answer + await self._reader.read(1000)).decode(errors="replace"))
+        await self._reader.readuntil(b"data: {")
+        first = time.perf_counter()
+        await self._reader.readuntil(b"\r\n0\r\n\r\n")
+        return (first - start) * 1e3
 
 
-async def ttft_direct(stub: GatewayStub, prefill: InstanceInfo, prompt: list[int]) -> float:
+@dataclass(slots=True)
+class Prompts:
+    """Prompts of ``num_tokens`` that nobody has seen."""
+
+    tokenizer: TextTokenizer
+    num_tokens: int
+    source: random.Random
+
+    def ids(self) -> list[int]:
+        return random_prompt(self.num_tokens, self.tokenizer.vocab_size, self.source)
+
+    def text(self) -> str:
+        """Of whole words, about one a token."""
+        table, words = self.tokenizer.token_bytes, list[bytes]()
+        while len(words) < self.num_tokens:
+            token = self.source.choice(table)
+            if len(token) > 3 and token.startswith(b" ") and token[1:].isalpha():
+                words.append(token)
+        return b"".join(words).decode()
+
+    def request(self, form: str) -> tuple[str, dict[str, Any]]:
+        """Path and body."""
+        body: dict[str, Any] = {
+            "model": MODEL_NAME, "max_tokens": 2, "temperature": 0, "ignore_eos": True,
+            "stream": True,
+        }  # fmt: skip
+        if form == "chat":
+            messages = [{"role": "user", "content": self.text()}]
+            return "/v1/chat/completions", {**body, "messages": messages}
+        return "/v1/completions", {**body, "prompt": self.ids() if form == "ids" else self.text()}
+
+
+async def ttft_direct(stub: GatewayStub, prefill: InstanceInfo | None, prompt: list[int]) -> float:
     start = time.perf_counter()
     answer = await stub.submit(make_request(prompt, max_tokens=2), prefill)
     await answer.has_token.wait()
@@ -47,33 +120,111 @@ async def ttft_direct(stub: GatewayStub, prefill: InstanceInfo, prompt: list[int
     return (first - start) * 1e3
 
 
-async def measure(running: Running, count: int, prompt_tokens: int) -> dict[str, float]:
+async def measure_pairs(
+    count: int, through: Callable[[], Awaitable[float]], beside: Callable[[], Awaitable[float]]
+) -> dict[str, float]:
+    """Milliseconds; the first pairs warm both ways up and do not count."""
+    pairs = [(await through(), await beside()) for _ in range(WARM_UP + count)][WARM_UP:]
+    columns = {
+        "through": [a for a, _ in pairs],
+        "without": [b for _, b in pairs],
+        "added": [a - b for a, b in pairs],
+    }
+    figures = {}
+    for name, values in columns.items():
+        ordered = sorted(values)
+        figures[f"{name}_p50_ms"] = round(statistics.median(ordered), 3)
+        figures[f"{name}_p99_ms"] = round(ordered[int(0.99 * len(ordered))], 3)
+    return figures
+
+
+# --- a gateway with nothing behind it ----------------------------------------------------------
+@contextmanager
+def serve_instant(token_ids: list[int]) -> Iterator[tuple[str, psutil.Process, str]]:
+    """URL and process of a gateway, and the address of the decode instance behind it."""
+    port = free_port()
+    config = ClusterConfig(
+        name=CLUSTER_NAME, gateway=GatewayConfig(port=port), model=ModelConfig(path="sample")
+    )
+    behind = subprocess.Popen(
+        [
+            sys.executable, "-m", "benchmarks.instant_decode", "--cluster", CLUSTER_NAME,
+            "--model", MODEL_NAME, "--token-ids", *map(str, token_ids),
+        ],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    assert behind.stdin is not None
+    assert behind.stdout is not None
+    gateway = None
+    try:
+        addresses = json.loads(behind.stdout.readline())
+        gateway = psutil.Popen(
+            [sys.executable, "-m", "isthmus.gateway.main", "--registry", addresses["registry"]],
+            env=psutil.Process().environ() | {CONFIG_VARIABLE: config.model_dump_json()},
+            stderr=subprocess.DEVNULL,
+        )
+        url = f"http://127.0.0.1:{port}"
+        wait_for(f"{url}/ready", gateway, 60)
+        yield url, gateway, addresses["decode"]
+    finally:
+        if gateway is not None:
+            gateway.terminate()
+            gateway.wait(20)
+        behind.stdin.close()
+        behind.wait(20)
+
+
+def cpu_s(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
+async def measure_instant(sizes: list[int], count: int) -> dict[str, Any]:
+    tokenizer = load_tokenizer(locate_model("sample"))
+    token_ids = tokenizer.encode(" hello world", add_special_tokens=False)
+    with serve_instant(token_ids) as (url, process, address):
+        async with create_channel(address) as channel:
+            stub = instance_pb2_grpc.InstanceServiceStub(channel)
+            decode = info_from_pb((await stub.GetInfo(instance_pb2.GetInfoRequest())).info)
+        before = cpu_s(process)
+        await asyncio.sleep(IDLE_S)
+        idle = (cpu_s(process) - before) / IDLE_S
+        result: dict[str, Any] = {"gateway_idle_cores": round(idle, 4)}
+        async with AsyncExitStack() as stack:
+            direct = await stack.enter_async_context(GatewayStub(decode))
+            http = await stack.enter_async_context(KeepAliveClient(url))
+            for size in sizes:
+                prompts = Prompts(tokenizer, size, random.Random(size))
+                for form in FORMS:
+                    before, start = cpu_s(process), time.perf_counter()
+                    figures = await measure_pairs(
+                        count,
+                        lambda form=form, p=prompts: http.ttft_ms(*p.request(form)),
+                        lambda p=prompts: ttft_direct(direct, None, p.ids()),
+                    )
+                    idle_s = idle * (time.perf_counter() - start)
+                    used_s = cpu_s(process) - before - idle_s
+                    figures["cpu_ms"] = round(1e3 * used_s / (WARM_UP + count), 3)
+                    result[f"{size} tokens, {form}"] = figures
+    return result
+
+
+# --- a cluster ---------------------------------------------------------------------------------
+async def measure_cluster(running: Running, sizes: list[int], count: int) -> dict[str, Any]:
     infos = {item.role: item.info for item in await running.fetch_instances()}
     decode, prefill = infos[Role.DECODE], infos[Role.PREFILL]
     assert decode is not None
-    assert prefill is not None
-    source = random.Random(3)
-    http: list[float] = []
-    direct: list[float] = []
-    async with (
-        GatewayStub(decode) as stub,
-        httpx.AsyncClient(base_url=running.url, timeout=60, trust_env=False) as client,
-    ):
-        for number in range(count + 5):
-            through = await ttft_by_http(client, random_prompt(prompt_tokens, VOCAB, source))
-            beside = await ttft_direct(stub, prefill, random_prompt(prompt_tokens, VOCAB, source))
-            if number >= 5:  # the first ones warm both ways up
-                http.append(through)
-                direct.append(beside)
-    return {
-        "requests": count,
-        "ttft_ms_through_gateway": statistics.median(http),
-        "ttft_ms_without": statistics.median(direct),
-        "added_ms_p50": statistics.median(http) - statistics.median(direct),
-        "added_ms_p50_of_pairs": statistics.median(
-            a - b for a, b in zip(http, direct, strict=True)
-        ),
-    }
+    tokenizer = load_tokenizer(locate_model("sample"))
+    result: dict[str, Any] = {}
+    async with GatewayStub(decode) as direct, KeepAliveClient(running.url) as http:
+        for size in sizes:
+            prompts = Prompts(tokenizer, size, random.Random(size))
+            result[f"{size} tokens, ids"] = await measure_pairs(
+                count,
+                lambda p=prompts: http.ttft_ms(*p.request("ids")),
+                lambda p=prompts: ttft_direct(direct, prefill, p.ids()),
+            )
+    return result | gateway_stages(running.url)
 
 
 def gateway_stages(url: str) -> dict[str, float]:
@@ -91,12 +242,15 @@ def gateway_stages(url: str) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--requests", type=int, default=60)
-    parser.add_argument("--prompt-tokens", type=int, default=48)
+    parser.add_argument("--end-to-end", action="store_true", help="with a model behind it")
+    parser.add_argument("--pairs", type=int, default=300, help="of each kind of request")
+    parser.add_argument("--prompt-tokens", type=int, nargs="+", default=[48, 512])
     args = parser.parse_args()
-    with serve("sample", "--dtype", "bfloat16") as running:
-        result = asyncio.run(measure(running, args.requests, args.prompt_tokens))
-        result |= gateway_stages(running.url)
+    if args.end_to_end:
+        with serve("sample", "--dtype", "bfloat16") as running:
+            result = uvloop.run(measure_cluster(running, args.prompt_tokens, args.pairs))
+    else:
+        result = uvloop.run(measure_instant(args.prompt_tokens, args.pairs))
     OUT.mkdir(exist_ok=True)
     (OUT / "overhead.json").write_text(json.dumps(result, indent=1))
     print(json.dumps(result, indent=1))

@@ -7,11 +7,16 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-NAMES = ("kernels", "transfer", "router", "pair", "overhead", "storm", "identity")
+NAMES = (
+    "kernels", "limit", "engine", "pair", "idle",
+    "transfer", "router", "overhead", "storm", "identity",
+)  # fmt: skip
 
 
 def summary(name: str) -> str:
-    text = (HERE / f"{name}.py").read_text(encoding="utf-8")
+    file = HERE / f"{name}.py"
+    file = file if file.exists() else HERE / name / "__main__.py"
+    text = file.read_text(encoding="utf-8")
     return text.split('"""')[1].strip().splitlines()[0]
 
 
