@@ -44,6 +44,9 @@ class EngineConfig(Node):
     )
     num_threads: int = Field(1, ge=1, description="CPU threads of the engine's kernels")
     device: str = Field("cpu", description="cpu or cuda:N")
+    async_scheduling: Literal["auto", "on", "off"] = Field(
+        "auto", description="plan the next step while one runs; auto = on a GPU only"
+    )
 
 
 class PoolConfig(Node):

@@ -7,6 +7,10 @@ is planned and while its results are entered, not while the model runs::
     step   [lock: plan] ─── forward, sample ─── [lock: enter results]
                              abort, reserve, release_hold, … come in here
 
+With asynchronous scheduling the step after that is planned and launched before the wait for this
+one (see ``flight``): then up to two steps are in flight, and what the second computes for sequences
+that end with the first is void.
+
 No block is handed out while a forward pass may still write to it (see ``owners``), and none while a
 transfer may: blocks of a PREFILL_ONLY sequence may be read by a peer from its first chunk on, so,
 however it ends, they stay HELD until ``release_hold`` or ``expire_holds``.
@@ -15,6 +19,7 @@ however it ends, they stay HELD until ``release_hold`` or ``expire_holds``.
 from __future__ import annotations
 
 import threading
+from collections import deque
 
 from isthmus.common.clock import NS_PER_MS, Clock
 from isthmus.common.config import EngineConfig, ModelConfig
@@ -22,15 +27,15 @@ from isthmus.common.errors import InternalError, OutOfBlocksError
 from isthmus.common.hashing import block_hashes, root_hash
 from isthmus.common.ids import BlockHash, BlockId, RequestId
 from isthmus.common.kv_events import KvEvent
-from isthmus.common.logging import get_logger
 from isthmus.common.types import FinishReason, Request, TokenLogprob
 from isthmus.engine.admission import check_request
 from isthmus.engine.block_table import TableState
+from isthmus.engine.flight import Flight, FlightState
 from isthmus.engine.kv_manager import KvCacheManager
 from isthmus.engine.kv_store import KvStore, count_blocks, layout_of
 from isthmus.engine.models.types import LanguageModel
 from isthmus.engine.owners import BlockOwners
-from isthmus.engine.runner import ModelRunner, StepTokens
+from isthmus.engine.runner import ModelRunner, Runner, StepTokens
 from isthmus.engine.sampler import Sampled, SampledToken
 from isthmus.engine.scheduler import Scheduler, StepPlan
 from isthmus.engine.sequence import SeqStatus, Sequence
@@ -46,8 +51,6 @@ from isthmus.engine.types import (
 MAX_FAILED_STEPS = 3  # in a row; then the fault is not the requests' but ours
 _STEP_MS_WEIGHT = 0.1  # of the newest step in the moving average
 
-_log = get_logger("engine")
-
 
 class EngineCore:
     """See the module docstring for threads and ownership."""
@@ -62,7 +65,7 @@ class EngineCore:
         self.kv_layout = layout_of(model.spec, config.block_size)
         num_blocks = count_blocks(config, self.kv_layout)
         self.kv_store = KvStore(self.kv_layout, num_blocks, config.device)
-        self._runner = ModelRunner(model, self.kv_store, config.device)
+        self._runner: Runner = ModelRunner(model, self.kv_store)
         self._clock = clock
         self._kv = KvCacheManager(
             num_blocks, config.block_size, config.watermark, config.enable_prefix_cache
@@ -77,6 +80,9 @@ class EngineCore:
         self._changed = threading.Condition(self._lock)
         self._may_have_work = False
         self._is_closed = False
+        self._flights: deque[Flight] = deque()  # oldest first; the engine thread's own
+        self._max_flights = 2 if is_asynchronous(config) else 1
+        self._landed_ns = (0, 0)  # when the last step landed: unix time, monotonic
         self._failed_steps = 0  # in a row
         self._num_steps = 0
         self._step_ms = 0.0
@@ -144,7 +150,7 @@ class EngineCore:
         assert reservation.request_id == request.request_id
         sequence = self._new_sequence(request, SequenceMode.FULL)
         sequence.append_token(first_token)
-        if find_finish_reason(sequence, self.max_model_len) is not None:
+        if find_finish_reason(sequence) is not None:
             raise InternalError(
                 f"request {request.request_id} is over with its first token", stage="admit"
             )
@@ -210,36 +216,39 @@ class EngineCore:
             return self._may_have_work and not self._is_closed
 
     def step(self) -> StepOutput | None:
-        """Plans, runs and enters one step; None = nothing to do until something changes.
+        """Plans and launches what may be in flight, then lands the oldest step and enters its
+        results; None = nothing to do until something changes.
 
         When the model fails, the step's sequences end with InternalError and the engine goes on.
         After MAX_FAILED_STEPS failures in a row this raises InternalError: restart the process."""
+        self._launch_steps()
+        if not self._flights:
+            return None
+        flight = self._flights.popleft()
+        outcome = flight.land()
+        ended = self._clock.now_ns(), self._clock.monotonic_ns()
+        # A step that was launched behind another began when that one ended.
+        started_ns = max(flight.launched_ns, self._landed_ns[0])
+        began_ns = max(flight.began_ns, self._landed_ns[1])
+        self._landed_ns = ended
         with self._lock:
-            if self._failed_steps >= MAX_FAILED_STEPS:
-                raise InternalError(f"{self._failed_steps} steps in a row failed", stage="step")
-            plan = None if self._is_closed else self._scheduler.schedule()
-            if plan is None:
-                self._may_have_work = False
-                return None
-            self._owners.begin_flight(plan.scheduled)
-        started_ns, began_ns = self._clock.now_ns(), self._clock.monotonic_ns()
-        outcome = self._run(plan)
-        with self._lock:
-            self._owners.end_flight()
-            updates = self._enter(plan, outcome, started_ns)
-            self._count_step(began_ns)
+            self._owners.end_flight(flight.tables)
+            updates = self._enter(flight.plan, outcome, started_ns)
+            self._count_step((ended[1] - began_ns) / NS_PER_MS)
+        self._count_failure(outcome, any_entered=bool(updates))
         return StepOutput(
-            step_id=plan.step_id,
+            step_id=flight.plan.step_id,
             updates=updates,
             started_ns=started_ns,
-            ended_ns=self._clock.now_ns(),
-            num_prefill_tokens=plan.num_prefill_tokens,
-            num_decode_tokens=plan.num_decode_tokens,
-            num_preempted=plan.num_preempted,
+            ended_ns=ended[0],
+            num_prefill_tokens=flight.plan.num_prefill_tokens,
+            num_decode_tokens=flight.plan.num_decode_tokens,
+            num_preempted=flight.plan.num_preempted,
         )
 
     def close(self) -> None:
-        """Ends stepping and wakes whoever waits. The KV store lives as long as this object."""
+        """No step begins any more; wakes whoever waits. Steps in flight still land, one by each
+        call of ``step``. The KV store lives as long as this object."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -306,44 +315,64 @@ class EngineCore:
     def _new_sequence(self, request: Request, mode: SequenceMode) -> Sequence:
         check_request(request, self.max_model_len, self.spec.vocab_size)
         hashes = self._hash_blocks(request)
-        return Sequence(request, mode, hashes, added_ns=self._clock.monotonic_ns())
+        return Sequence(request, mode, hashes, self._clock.monotonic_ns(), self.max_model_len)
 
-    def _run(self, plan: StepPlan) -> StepTokens | InternalError:
-        try:
-            tokens = self._runner.run(plan)
-        except Exception as error:  # noqa: BLE001 - whatever a model raises ends a step, not us
+    def _launch_steps(self) -> None:
+        """Puts steps in flight until there are as many as may be, or there is no work."""
+        while len(self._flights) < self._max_flights:
+            if self._flights and self._flights[-1].state is FlightState.LANDED:
+                return  # its launch failed: nothing may count on its tokens
+            with self._lock:
+                if self._failed_steps >= MAX_FAILED_STEPS:
+                    raise InternalError(f"{self._failed_steps} steps in a row failed", stage="step")
+                flight = self._plan_flight()
+            if flight is None:
+                return
+            self._flights.append(flight)
+            flight.launch(self._runner, self._clock)
+
+    def _plan_flight(self) -> Flight | None:
+        """Under the lock."""
+        plan = None
+        if not self._is_closed:
+            plan = self._scheduler.schedule(can_preempt=not self._flights)
+        if plan is None:
+            self._may_have_work = bool(self._flights)
+            return None
+        return Flight(plan, self._owners.begin_flight(plan.scheduled))
+
+    def _count_failure(self, outcome: StepTokens | InternalError, *, any_entered: bool) -> None:
+        if isinstance(outcome, InternalError):
             self._failed_steps += 1
-            _log.exception("step failed", step_id=plan.step_id, in_a_row=self._failed_steps)
-            return InternalError(f"engine step failed: {error}", stage="step")
-        self._failed_steps = 0
-        return tokens
+        elif any_entered:  # a step that was void may not have run at all
+            self._failed_steps = 0
 
     def _enter(
         self, plan: StepPlan, outcome: StepTokens | InternalError, started_ns: int
     ) -> tuple[SequenceUpdate, ...]:
         """Updates of the step's sequences, except those that were stopped while it ran."""
         updates: list[SequenceUpdate] = []
-        for sequence in plan.scheduled:
+        for sequence, count in zip(plan.scheduled, plan.counts, strict=True):
             if sequence.status is not SeqStatus.RUNNING:
                 continue
             sequence.scheduled_ns = sequence.scheduled_ns or started_ns
             if isinstance(outcome, InternalError):
                 updates.append(self._fail(sequence, outcome))
             else:
-                updates.append(self._advance(sequence, outcome.get(sequence)))
+                updates.append(self._advance(sequence, count, outcome.get(sequence)))
         return tuple(updates)
 
-    def _advance(self, sequence: Sequence, sampled: Sampled | None) -> SequenceUpdate:
+    def _advance(self, sequence: Sequence, count: int, sampled: Sampled | None) -> SequenceUpdate:
         """``sampled`` is None while tokens of the sequence are left to compute."""
         if isinstance(sampled, InternalError):
             return self._fail(sequence, sampled)
-        sequence.num_computed_tokens += sequence.num_scheduled_tokens
+        sequence.land(count)
         self._publish_full_blocks(sequence)
         if sampled is None:
             return _update(sequence)
         prompt_logprobs = sequence.take_prompt_logprobs()
-        sequence.append_token(sampled.token_id)
-        reason = find_finish_reason(sequence, self.max_model_len)
+        sequence.land_token(sampled.token_id)
+        reason = find_finish_reason(sequence)
         if reason is not None:
             self._owners.finish(sequence, reason)
         elif sequence.mode is SequenceMode.PREFILL_ONLY:
@@ -361,11 +390,19 @@ class EngineCore:
             sequence.extend_block_hashes(self._kv.block_size, self._root_hash(sequence.request))
             self._kv.publish(sequence.table, sequence.block_hashes, num_full)
 
-    def _count_step(self, began_ns: int) -> None:
-        elapsed_ms = (self._clock.monotonic_ns() - began_ns) / NS_PER_MS
+    def _count_step(self, elapsed_ms: float) -> None:
         weight = _STEP_MS_WEIGHT if self._num_steps else 1.0
         self._step_ms += weight * (elapsed_ms - self._step_ms)
         self._num_steps += 1
+
+
+def is_asynchronous(config: EngineConfig) -> bool:
+    """Whether the next step is planned while one runs. On the CPU the thread that would plan is the
+    one that computes: there it costs what is computed for nothing when a sequence stops, and gains
+    nothing."""
+    if config.async_scheduling == "auto":
+        return config.device.partition(":")[0] != "cpu"
+    return config.async_scheduling == "on"
 
 
 def _update(

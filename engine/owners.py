@@ -8,12 +8,15 @@
                          ├─ cancel ─────────────────────────────▶ (pool)
                          └─ quarantine ─▶ quarantined ──────────▶ (pool)
 
-Every live block table is in exactly one of these maps. Tables of the step that is being computed
-are also *in flight*: whoever lets go of one meanwhile only marks it, and ``end_flight`` frees it.
+Every live block table is in exactly one of these maps. Tables of steps that are being computed are
+also *in flight*: whoever lets go of one meanwhile only marks it, and it is freed when the last step
+that may write to it ends (``end_flight``). A sequence that ended while the step after its last one
+was under way is in that step too: what is computed for it there is void.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from isthmus.common.clock import Clock
@@ -38,7 +41,7 @@ class BlockOwners:
         self._held: dict[RequestId, Sequence] = {}
         self._reserved: dict[RequestId, BlockTable] = {}
         self._quarantined: dict[RequestId, list[BlockTable]] = {}
-        self._in_flight: set[BlockTable] = set()
+        self._in_flight: Counter[BlockTable] = Counter()  # how many steps each is in
         self._free_after_flight: list[BlockTable] = []
 
     # --- sequences -----------------------------------------------------------------------------
@@ -141,15 +144,20 @@ class BlockOwners:
 
     # --- flight --------------------------------------------------------------------------------
 
-    def begin_flight(self, sequences: Iterable[Sequence]) -> None:
-        self._in_flight.update(s.table for s in sequences if s.table is not None)
+    def begin_flight(self, sequences: Iterable[Sequence]) -> tuple[BlockTable, ...]:
+        """The tables that a step may write to from now on; give them to ``end_flight``."""
+        tables = tuple(s.table for s in sequences if s.table is not None)
+        self._in_flight.update(tables)
+        return tables
 
-    def end_flight(self) -> None:
-        """Nothing is being computed any more: frees what was let go of meanwhile."""
-        self._in_flight.clear()
-        for table in self._free_after_flight:
-            self._kv.free(table)
-        self._free_after_flight.clear()
+    def end_flight(self, tables: Iterable[BlockTable]) -> None:
+        """A step has ended: frees what was let go of meanwhile and is in no other."""
+        self._in_flight -= Counter(tables)  # drops those that reach zero
+        if self._free_after_flight:
+            landed = [table for table in self._free_after_flight if table not in self._in_flight]
+            for table in landed:
+                self._free_after_flight.remove(table)
+                self._kv.free(table)
 
     def _free(self, table: BlockTable) -> None:
         if table in self._in_flight:

@@ -47,17 +47,20 @@ def sample(logits: torch.Tensor, step: StepInput) -> list[Sampled]:
     if not step.sampled:
         return []
     best_ids, is_usable = _argmax(logits)
-    draws = _draws(step.sampled)
+    draws = _draws(step)
     is_plain = all(sequence.is_plain for sequence in step.sampled)
     host_logits = None if is_plain else logits.cpu().numpy()
     sampled: list[Sampled] = []
-    for sequence, row in zip(step.sampled, step.sample_rows, strict=True):
+    for sequence, row, position in zip(
+        step.sampled, step.sample_rows, step.sample_positions, strict=True
+    ):
         if not is_usable[row]:
-            sampled.append(_unusable(sequence))
+            sampled.append(unusable(sequence))
         elif sequence.is_plain or host_logits is None:
             sampled.append(SampledToken(best_ids[row]))
         else:
-            sampled.append(_sample_row(host_logits[row], sequence, draws.get(sequence, 0.0)))
+            draw = draws.get(sequence, 0.0)
+            sampled.append(_sample_row(host_logits[row], sequence, position, draw))
     return sampled
 
 
@@ -112,22 +115,25 @@ def largest(values: Logits, count: int) -> NDArray[np.int64]:
     return candidates[order[:count]]
 
 
-def _draws(sequences: list[Sequence]) -> dict[Sequence, float]:
+def _draws(step: StepInput) -> dict[Sequence, float]:
     """The uniform draw of each sequence that needs one, all made at once."""
-    random = [s for s in sequences if not s.request.sampling.is_greedy]
+    random = [
+        (sequence, position - sequence.request.num_prompt_tokens)
+        for sequence, position in zip(step.sampled, step.sample_positions, strict=True)
+        if not sequence.request.sampling.is_greedy
+    ]
     if not random:
         return {}
-    values = uniforms(
-        [s.request.sampling.seed for s in random], [s.num_output_tokens for s in random]
-    )
-    return dict(zip(random, values.tolist(), strict=True))
+    sequences, output_indices = zip(*random, strict=True)
+    values = uniforms([s.request.sampling.seed for s in sequences], output_indices)
+    return dict(zip(sequences, values.tolist(), strict=True))
 
 
-def _sample_row(logits: Logits, sequence: Sequence, draw: float) -> Sampled:
+def _sample_row(logits: Logits, sequence: Sequence, position: int, draw: float) -> Sampled:
     sampling = sequence.request.sampling
-    logits = _adjusted(logits, sequence)
+    logits = _adjusted(logits, sequence, position)
     if not np.isfinite(logits.max()):  # all masked, or an adjustment left the range of float32
-        return _unusable(sequence)
+        return unusable(sequence)
     greedy = sampling.is_greedy
     token_id = int(logits.argmax()) if greedy else draw_token(logits, sampling, draw)
     if sampling.logprobs is None:
@@ -135,13 +141,14 @@ def _sample_row(logits: Logits, sequence: Sequence, draw: float) -> Sampled:
     return SampledToken(token_id, describe_token(logits, token_id, sampling.logprobs))
 
 
-def _adjusted(logits: Logits, sequence: Sequence) -> Logits:
+def _adjusted(logits: Logits, sequence: Sequence, position: int) -> Logits:
     """Logits after bias, penalties and the mask of stop tokens. A copy when anything changes.
 
     Presence and frequency penalties count output tokens, as OpenAI's do; the repetition penalty
     (Keskar et al., "CTRL", 2019, §4.1) looks at prompt and outputs."""
     sampling = sequence.request.sampling
-    masks_stops = bool(sampling.stop_token_ids) and must_not_stop_yet(sequence)
+    output_index = position - sequence.request.num_prompt_tokens
+    masks_stops = bool(sampling.stop_token_ids) and must_not_stop_yet(sampling, output_index)
     has_counts = bool(sampling.presence_penalty or sampling.frequency_penalty)
     has_repetition = sampling.repetition_penalty != 1
     if not (sampling.logit_bias or masks_stops or has_counts or has_repetition):
@@ -219,7 +226,8 @@ def _nucleus(weights: Logits, kept: NDArray[np.int64] | None, top_p: float) -> N
     return np.sort(nucleus if kept is None else kept[nucleus])
 
 
-def _unusable(sequence: Sequence) -> InternalError:
+def unusable(sequence: Sequence) -> InternalError:
+    """What a sequence gets whose logits hold no number to go by."""
     return InternalError(
         f"request {sequence.request_id}: no token has a finite logit", stage="sample"
     )

@@ -14,6 +14,9 @@ A sequence gets the blocks of all its tokens when it enters the batch; later onl
 no block is left for one, the youngest preemptible sequence gives up its blocks and recomputes
 later. The oldest therefore always advances, and a sequence alone fits by construction
 (``max_model_len`` is bounded by the pool).
+
+A step may be planned while others are in flight: it counts their tokens as computed and the tokens
+they sample as there. Blocks are taken from a sequence only when nothing is in flight.
 """
 
 from __future__ import annotations
@@ -27,13 +30,20 @@ from isthmus.engine.sequence import SeqStatus, Sequence
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step: each sequence runs its ``num_scheduled_tokens``, decodes first."""
+    """One step, decodes first: ``scheduled[i]`` runs ``counts[i]`` tokens from ``starts[i]`` on."""
 
     step_id: int
     scheduled: tuple[Sequence, ...]
+    starts: tuple[int, ...]
+    counts: tuple[int, ...]
+    samples: tuple[bool, ...]  # whether the token after them is sampled
     num_prefill_tokens: int
     num_decode_tokens: int
     num_preempted: int
+
+
+class _MustPreemptError(Exception):
+    """A sequence needs a block that only a preemption can give."""
 
 
 class Scheduler:
@@ -48,6 +58,7 @@ class Scheduler:
         self._waiting: deque[Sequence] = deque()
         self._next_step_id = 0
         self._num_preempted = 0  # since the last plan
+        self._can_preempt = True
 
     @property
     def running(self) -> list[Sequence]:
@@ -78,28 +89,51 @@ class Scheduler:
         else:
             self._waiting.remove(sequence)
 
-    def schedule(self) -> StepPlan | None:
-        """The next step, or None when nothing can run until blocks or sequences arrive."""
-        decodes = self._schedule_decodes()
-        budget = self._token_budget - len(decodes)
-        chunks: list[Sequence] = []
-        for sequence in self._running:
-            if sequence.num_uncomputed_tokens > 1 and budget > 0:
-                budget = self._schedule_chunk(sequence, budget, chunks)
-        while budget > 0 and len(self._running) < self._max_num_seqs:
-            entered = self._enter_next()
-            if entered is None:
-                break
-            into = decodes if entered.num_uncomputed_tokens == 1 else chunks
-            budget = self._schedule_chunk(entered, budget, into)
+    def schedule(self, *, can_preempt: bool = True) -> StepPlan | None:
+        """The next step, or None when nothing can run until blocks or sequences arrive.
+
+        Without ``can_preempt`` also None when room has to be made first: ask again when no step is
+        in flight."""
+        self._can_preempt = can_preempt
+        try:
+            decodes = self._schedule_decodes()
+            budget = self._token_budget - len(decodes)
+            chunks: list[tuple[Sequence, int]] = []
+            for sequence in self._running:
+                count = min(sequence.num_schedulable_tokens, budget)
+                if sequence.num_schedulable_tokens > 1 and count > 0:
+                    chunks.append((sequence, count))
+                    budget -= count
+            while budget > 0 and len(self._running) < self._max_num_seqs:
+                entered = self._enter_next()
+                if entered is None:
+                    break
+                count = min(entered.num_schedulable_tokens, budget)
+                if entered.num_schedulable_tokens == 1:
+                    decodes.append(entered)
+                else:
+                    chunks.append((entered, count))
+                budget -= count
+        except _MustPreemptError:
+            return None
         if not decodes and not chunks:
             return None
+        return self._commit(decodes, chunks)
+
+    def _commit(self, decodes: list[Sequence], chunks: list[tuple[Sequence, int]]) -> StepPlan:
+        """From here on the tokens of the step count as in flight."""
         # The last token of a prompt, alone in its chunk, runs like a decode but is none.
-        num_last = sum(s.num_tokens == len(s.request.token_ids) for s in decodes)
+        num_last = sum(s.num_expected_tokens == len(s.request.token_ids) for s in decodes)
+        scheduled = (*decodes, *(sequence for sequence, _ in chunks))
+        counts = (*(1 for _ in decodes), *(count for _, count in chunks))
+        starts, samples = zip(*map(Sequence.take_off, scheduled, counts), strict=True)
         plan = StepPlan(
             step_id=self._next_step_id,
-            scheduled=(*decodes, *chunks),
-            num_prefill_tokens=self._token_budget - budget - len(decodes) + num_last,
+            scheduled=scheduled,
+            starts=starts,
+            counts=counts,
+            samples=samples,
+            num_prefill_tokens=sum(count for _, count in chunks) + num_last,
             num_decode_tokens=len(decodes) - num_last,
             num_preempted=self._num_preempted,
         )
@@ -109,22 +143,20 @@ class Scheduler:
 
     def _schedule_decodes(self) -> list[Sequence]:
         decodes: list[Sequence] = []
-        for sequence in [s for s in self._running if s.num_uncomputed_tokens == 1]:
+        for sequence in [s for s in self._running if s.num_schedulable_tokens == 1]:
             was_preempted = sequence.status is SeqStatus.PREEMPTED  # for an older one, just now
             if not was_preempted and self._make_room(sequence):
-                sequence.num_scheduled_tokens = 1
                 decodes.append(sequence)
         return decodes
 
-    def _schedule_chunk(self, sequence: Sequence, budget: int, into: list[Sequence]) -> int:
-        sequence.num_scheduled_tokens = min(sequence.num_uncomputed_tokens, budget)
-        into.append(sequence)
-        return budget - sequence.num_scheduled_tokens
-
     def _make_room(self, sequence: Sequence) -> bool:
-        """Finds a block for the next token if one is needed; False = it was preempted itself."""
+        """Finds a block for the next token if one is needed; False = it was preempted itself.
+
+        Raises _MustPreemptError when there is none and nobody may be preempted now."""
         assert sequence.table is not None
-        while not self._kv.try_grow(sequence.table, sequence.num_tokens):
+        while not self._kv.try_grow(sequence.table, sequence.num_expected_tokens):
+            if not self._can_preempt:
+                raise _MustPreemptError
             victim = next(s for s in reversed(self.running) if s.can_be_preempted)
             self._preempt(victim)
             if victim is sequence:

@@ -4,14 +4,18 @@
 
     token_ids   prompt | outputs delivered before a resume | outputs of this engine
                 └───────────── request.token_ids ─────────┘
-    computed    0 … num_computed_tokens | num_scheduled_tokens (this step) | the rest
+    steps       num_computed_tokens | num_tokens_in_flight | num_schedulable_tokens
+                └ entered           └ planned, not entered └ the next step may run them
+    tokens      num_tokens known | num_unknown_tokens, sampled by steps in flight
 
-There are no phases: ``num_computed_tokens`` chases ``num_tokens``, many tokens a step while the
-prompt is computed (or recomputed after a preemption), one a step afterwards.
+There are no phases: computed tokens chase the tokens that there are, many a step while the prompt
+is computed (or recomputed after a preemption), one a step afterwards. A step is planned before the
+one in flight has told its token, so counts may be ahead of what is known: by one token at most.
 """
 
 from __future__ import annotations
 
+import sys
 from enum import Enum
 
 import numpy as np
@@ -62,17 +66,20 @@ class Sequence:
     """Mutable; written by the engine thread, and under the engine's lock where others read it."""
 
     __slots__ = (
+        "_num_computable_tokens",
         "_tokens",
         "added_ns",
         "block_hashes",
         "finish_reason",
         "held_at_ns",
         "is_plain",
+        "max_num_tokens",
         "mode",
         "num_cached_tokens",
         "num_computed_tokens",
-        "num_scheduled_tokens",
         "num_tokens",
+        "num_tokens_in_flight",
+        "num_unknown_tokens",
         "prompt_logprobs",
         "request",
         "scheduled_ns",
@@ -81,7 +88,12 @@ class Sequence:
     )
 
     def __init__(
-        self, request: Request, mode: SequenceMode, block_hashes: list[BlockHash], added_ns: int
+        self,
+        request: Request,
+        mode: SequenceMode,
+        block_hashes: list[BlockHash],
+        added_ns: int,
+        max_model_len: int = sys.maxsize,
     ) -> None:
         """``block_hashes`` of the full blocks of ``request.token_ids``."""
         self.request = request
@@ -93,8 +105,14 @@ class Sequence:
         self._tokens[: self.num_tokens] = request.token_ids
         self.block_hashes = block_hashes
         self.table: BlockTable | None = None
+        longest = request.num_prompt_tokens + request.sampling.max_tokens
+        self.max_num_tokens = min(longest, max_model_len)
+        # Nobody asks for what follows the last token; a PREFILL_ONLY one goes on elsewhere.
+        only_prompt = mode is SequenceMode.PREFILL_ONLY
+        self._num_computable_tokens = self.num_tokens if only_prompt else self.max_num_tokens - 1
         self.num_computed_tokens = 0
-        self.num_scheduled_tokens = 0
+        self.num_tokens_in_flight = 0
+        self.num_unknown_tokens = 0
         self.num_cached_tokens = 0
         self.prompt_logprobs: list[TokenLogprob] = []
         self.is_plain = _is_plain(request.sampling)
@@ -129,6 +147,17 @@ class Sequence:
         return self.num_tokens - self.num_computed_tokens
 
     @property
+    def num_expected_tokens(self) -> int:
+        """Tokens once all steps in flight have landed, if none of them ends the sequence."""
+        return self.num_tokens + self.num_unknown_tokens
+
+    @property
+    def num_schedulable_tokens(self) -> int:
+        """Tokens that the next step may run; 0 when those in flight are sure to bring the end."""
+        expected = min(self.num_expected_tokens, self._num_computable_tokens)
+        return expected - self.num_computed_tokens - self.num_tokens_in_flight
+
+    @property
     def can_be_preempted(self) -> bool:
         """Blocks of a PREFILL_ONLY sequence may be read by a peer's transfer at any time."""
         return self.mode is SequenceMode.FULL
@@ -147,6 +176,25 @@ class Sequence:
         taken, self.prompt_logprobs = tuple(self.prompt_logprobs), []
         return taken
 
+    def take_off(self, count: int) -> tuple[int, bool]:
+        """A step was planned with ``count`` more tokens: the first one's index, and whether the
+        step samples the token after them."""
+        start = self.num_computed_tokens + self.num_tokens_in_flight
+        samples = start + count == self.num_expected_tokens
+        self.num_tokens_in_flight += count
+        self.num_unknown_tokens += samples
+        return start, samples
+
+    def land(self, count: int) -> None:
+        """``count`` tokens in flight are computed."""
+        self.num_tokens_in_flight -= count
+        self.num_computed_tokens += count
+
+    def land_token(self, token_id: int) -> None:
+        """The token that a step in flight has sampled."""
+        self.num_unknown_tokens -= 1
+        self.append_token(token_id)
+
     def append_token(self, token_id: int) -> None:
         if self.num_tokens == len(self._tokens):
             self._tokens = np.concatenate((self._tokens, np.empty_like(self._tokens)))
@@ -162,8 +210,8 @@ class Sequence:
             self.block_hashes.append(child_hash(parent, block_tokens.tobytes()))
 
     def restart(self) -> None:
-        """Forgets what was computed, keeps every token."""
+        """Forgets what was computed, keeps every token. Nothing of it may be in flight."""
+        assert not self.num_tokens_in_flight
         self.table = None
         self.num_computed_tokens = 0
-        self.num_scheduled_tokens = 0
         self.prompt_logprobs = []

@@ -7,20 +7,20 @@ masks it. Stop *strings* are the gateway's business.
 
 from __future__ import annotations
 
-from isthmus.common.types import FinishReason
+from isthmus.common.types import FinishReason, SamplingParams
 from isthmus.engine.sequence import Sequence
 
 
-def must_not_stop_yet(sequence: Sequence) -> bool:
-    """Whether stop tokens are masked for the next token."""
-    return sequence.num_output_tokens < sequence.request.sampling.min_tokens
+def must_not_stop_yet(sampling: SamplingParams, output_index: int) -> bool:
+    """Whether stop tokens are masked for the output token of this index."""
+    return output_index < sampling.min_tokens
 
 
-def find_finish_reason(sequence: Sequence, max_model_len: int) -> FinishReason | None:
+def find_finish_reason(sequence: Sequence) -> FinishReason | None:
     """Judges the sequence by its last token and its length; None = it goes on."""
     sampling = sequence.request.sampling
     if sequence.num_output_tokens and sequence.last_token_id in sampling.stop_token_ids:
         return FinishReason.STOP
-    if sequence.num_output_tokens >= sampling.max_tokens or sequence.num_tokens >= max_model_len:
+    if sequence.num_tokens >= sequence.max_num_tokens:
         return FinishReason.LENGTH
     return None

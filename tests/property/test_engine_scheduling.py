@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 
 from hypothesis import given, settings
@@ -43,19 +44,26 @@ ARRIVALS = st.lists(
 
 
 class SchedulerModel:
-    """Plays the engine: enters each plan's results, frees what is finished."""
+    """Plays the engine: enters each plan's results, frees what is finished.
 
-    def __init__(self, budget: int, max_num_seqs: int, watermark: float) -> None:
+    ``depth`` steps may be in flight; a sequence ends earlier than its request makes sure, as with a
+    stop token, so that the step behind its last one is void for it."""
+
+    def __init__(self, budget: int, max_num_seqs: int, watermark: float, depth: int = 1) -> None:
         self.kv = KvCacheManager(NUM_BLOCKS, BLOCK_SIZE, watermark, enable_prefix_cache=True)
         self.scheduler = Scheduler(self.kv, budget, max_num_seqs)
         self.budget = budget
         self.max_num_seqs = max_num_seqs
+        self.depth = depth
+        self.flights: deque[StepPlan] = deque()
         self.left: dict[Sequence, int] = {}  # output tokens to go
+        self.over: list[Sequence] = []  # whose blocks a step in flight may still write
 
     def arrive(self, name: str, arrival: Arrival, now: int) -> bool:
         """False when blocks for a transferred prompt are not to be had now."""
         prompt = make_prompt(arrival.num_prompt_tokens, salt=len(self.left))
-        sequence = Sequence(make_request(name, prompt), arrival.mode, [], added_ns=now)
+        request = make_request(name, prompt, max_tokens=arrival.num_output_tokens + 1)
+        sequence = Sequence(request, arrival.mode, [], added_ns=now)
         if not arrival.has_kv or arrival.mode is SequenceMode.PREFILL_ONLY:
             self.scheduler.add(sequence)
         else:
@@ -74,44 +82,57 @@ class SchedulerModel:
         return True
 
     def check(self, plan: StepPlan, decoding_before: list[Sequence]) -> None:
-        counts = [s.num_scheduled_tokens for s in plan.scheduled]
+        counts = plan.counts
         assert min(counts) >= 1
         assert sum(counts) == plan.num_prefill_tokens + plan.num_decode_tokens <= self.budget
         assert len(set(plan.scheduled)) == len(plan.scheduled) <= self.max_num_seqs
-        for sequence in plan.scheduled:
+        for sequence, start, count in zip(plan.scheduled, plan.starts, plan.counts, strict=True):
             assert sequence.status is SeqStatus.RUNNING
             assert sequence.table is not None
-            last = sequence.num_computed_tokens + sequence.num_scheduled_tokens
-            assert last <= min(len(sequence.table) * BLOCK_SIZE, sequence.num_tokens)
+            last = start + count
+            assert last <= min(len(sequence.table) * BLOCK_SIZE, sequence.num_expected_tokens)
         for sequence in decoding_before:  # the decode share: in the plan, unless preempted
             assert sequence in plan.scheduled or sequence.status is SeqStatus.PREEMPTED
 
     def step(self) -> bool:
-        decoding = [
-            s
-            for s in self.scheduler.running
-            if s.status is SeqStatus.RUNNING and s.num_uncomputed_tokens == 1
-        ]
-        plan = self.scheduler.schedule()
-        if plan is None:
+        while len(self.flights) < self.depth:
+            decoding = [
+                s
+                for s in self.scheduler.running
+                if s.status is SeqStatus.RUNNING and s.num_schedulable_tokens == 1
+            ]
+            plan = self.scheduler.schedule(can_preempt=not self.flights)
+            if plan is None:
+                break
+            self.check(plan, decoding)
+            self.flights.append(plan)
+        if not self.flights:
             return False
-        self.check(plan, decoding)
-        for sequence in plan.scheduled:
-            sequence.num_computed_tokens += sequence.num_scheduled_tokens
-            if sequence.num_uncomputed_tokens == 0:
-                sequence.append_token(1)
+        self.land(self.flights.popleft())
+        self.kv.check_integrity()
+        return True
+
+    def land(self, plan: StepPlan) -> None:
+        for sequence, count, samples in zip(plan.scheduled, plan.counts, plan.samples, strict=True):
+            if sequence.status is not SeqStatus.RUNNING:
+                continue
+            sequence.land(count)
+            if samples:
+                sequence.land_token(1)
                 self.left[sequence] -= 1
                 if not self.left[sequence] or sequence.mode is SequenceMode.PREFILL_ONLY:
                     self.finish(sequence)
-        self.kv.check_integrity()
-        return True
+        in_flight = {sequence for plan in self.flights for sequence in plan.scheduled}
+        for sequence in [s for s in self.over if s not in in_flight]:
+            self.over.remove(sequence)
+            assert sequence.table is not None
+            self.kv.free(sequence.table)
 
     def finish(self, sequence: Sequence) -> None:
         del self.left[sequence]
         self.scheduler.remove(sequence)
         sequence.move_to(SeqStatus.FINISHED)
-        assert sequence.table is not None
-        self.kv.free(sequence.table)
+        self.over.append(sequence)
 
 
 @settings(max_examples=120, deadline=None)
@@ -120,11 +141,12 @@ class SchedulerModel:
     budget=st.integers(1, 40),
     max_num_seqs=st.integers(1, 6),
     watermark=st.sampled_from([0.0, 0.1, 0.4]),
+    depth=st.sampled_from([1, 2]),
 )
 def test_budget_holds_decodes_advance_and_nobody_starves(
-    arrivals: list[Arrival], budget: int, max_num_seqs: int, watermark: float
+    arrivals: list[Arrival], budget: int, max_num_seqs: int, watermark: float, depth: int
 ) -> None:
-    model = SchedulerModel(budget, max_num_seqs, watermark)
+    model = SchedulerModel(budget, max_num_seqs, watermark, depth)
     pending = {f"s{i}": arrival for i, arrival in enumerate(arrivals)}
     for now in range(MAX_STEPS):
         for name, arrival in list(pending.items()):
@@ -136,6 +158,8 @@ def test_budget_holds_decodes_advance_and_nobody_starves(
         assert ran or any(arrival.at_step > now for arrival in pending.values())
     assert not model.left
     assert not pending
+    while model.step():  # what is in flight is void
+        pass
     assert model.kv.num_free_blocks == NUM_BLOCKS - 1
 
 

@@ -83,6 +83,12 @@ class Driver:
                 return self.outcomes
         raise AssertionError(f"still busy after {MAX_STEPS} steps")
 
+    def settle(self) -> None:
+        """Lands what is in flight, of which nobody may hear any more."""
+        while (output := self.core.step()) is not None:
+            self.core.check_integrity()
+            assert output.updates == ()
+
 
 def generate(core: EngineCore, *requests: Request) -> list[Outcome]:
     """Runs FULL requests together to their end."""

@@ -25,6 +25,9 @@ _HEAD_DIM = 8
 _HIDDEN_SIZE = _NUM_HEADS * _HEAD_DIM
 _MAX_MODEL_LEN = 512
 
+# What a fixture adds to the EngineConfig of ``make_tiny_core``.
+ENGINE_DEFAULTS: dict[str, object] = {}
+
 
 class TinyModel:
     """Implements ``LanguageModel``; equal seeds give equal weights."""
@@ -94,9 +97,11 @@ class TinyModel:
         block_size = kv.shape[4]
         normed = torch.nn.functional.layer_norm(hidden, (_HIDDEN_SIZE,))
         query = (normed @ weights["q"]).view(-1, _NUM_HEADS, _HEAD_DIM)
-        blocks, offsets = batch.slot_mapping // block_size, batch.slot_mapping % block_size
+        written = batch.slot_mapping >= 0
+        slots = batch.slot_mapping[written]
+        blocks, offsets = slots // block_size, slots % block_size
         for index, name in enumerate(("k", "v")):
-            values = (normed @ weights[name]).view(-1, _NUM_KV_HEADS, _HEAD_DIM)
+            values = (normed[written] @ weights[name]).view(-1, _NUM_KV_HEADS, _HEAD_DIM)
             kv[blocks, layer, index, :, offsets] = values.to(kv.dtype)
         out = torch.empty_like(query)
         bounds = batch.query_start.tolist()
@@ -127,6 +132,7 @@ def make_tiny_core(
         "max_num_batched_tokens": 32,
         "max_num_seqs": 8,
         "watermark": 0.0,
+        **ENGINE_DEFAULTS,
         **engine,
     }
     config = EngineConfig.model_validate(settings)

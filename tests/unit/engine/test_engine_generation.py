@@ -11,6 +11,8 @@ from isthmus.engine.sequence import SeqStatus
 from tests.support.engine_driver import Driver, Outcome, generate, make_prompt, make_request
 from tests.support.tiny_model import TinyModel, make_tiny_core
 
+pytestmark = pytest.mark.usefixtures("async_scheduling")
+
 SEEDED = {"temperature": 0.9, "top_p": 0.95, "seed": 11}
 
 
@@ -258,7 +260,7 @@ def test_failed_step_ends_its_sequences_and_the_engine_goes_on() -> None:
 def test_repeated_failure_is_fatal_once_its_updates_are_out() -> None:
     core, _ = broken_core(MAX_FAILED_STEPS)
     for index in range(MAX_FAILED_STEPS):
-        core.add(make_request(f"r{index}", make_prompt(5)))
+        core.add(make_request(f"r{index}", make_prompt(5), max_tokens=1))
         output = core.step()
         assert output is not None
         assert output.updates[0].error is not None
@@ -301,7 +303,7 @@ def test_abort_in_every_status_gives_all_blocks_back() -> None:
         assert core.abort(make_request(name, (1,)).request_id)
         core.check_integrity()
         assert not core.abort(make_request(name, (1,)).request_id)
-    assert not driver.step()
+    driver.settle()
     assert core.load().free_blocks == core.load().num_blocks
 
 
@@ -339,5 +341,8 @@ def test_abort_while_the_model_runs_keeps_blocks_until_the_step_ends() -> None:
     assert output is not None
     assert output.updates == ()
     assert free_during_step == [core.load().num_blocks - 3]
+    assert core.abort(request.request_id)
+    Driver(core).settle()
     assert core.load().free_blocks == core.load().num_blocks
+    core.add(request)
     assert Driver(core).run()["r"].token_ids == alone(request).token_ids

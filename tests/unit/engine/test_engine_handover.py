@@ -21,6 +21,8 @@ from tests.support.engine_driver import (
 )
 from tests.support.tiny_model import TinyModel, make_tiny_core
 
+pytestmark = pytest.mark.usefixtures("async_scheduling")
+
 R = RequestId("r")
 
 
@@ -182,7 +184,7 @@ def test_aborted_prefill_keeps_its_blocks_until_release() -> None:
     driver = Driver(core)
     driver.step()
     assert core.abort(R)
-    assert not driver.step()
+    driver.settle()
     assert core.load().held_blocks == 8
     core.release_hold(R)
     assert all_free(core)
@@ -202,7 +204,7 @@ def test_release_of_a_prefill_that_still_computes_aborts_it() -> None:
     driver = Driver(core)
     driver.step()
     core.release_hold(R)
-    assert not driver.step()
+    driver.settle()
     assert all_free(core)
 
 
@@ -235,6 +237,7 @@ def test_failed_step_leaves_prefill_blocks_on_hold() -> None:
     assert driver.outcomes["r"].finish_reason is FinishReason.ERROR
     assert core.load().held_blocks == 8
     core.release_hold(R)
+    driver.settle()
     assert all_free(core)
 
 

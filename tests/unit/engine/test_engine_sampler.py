@@ -32,12 +32,14 @@ def make_sequence(
     request = make_request("r", prompt + outputs, num_resumed_tokens=len(outputs), **sampling)
     sequence = Sequence(request, SequenceMode.FULL, [], added_ns=0)
     sequence.table = BlockTable([1] * 8, 0, TableState.USED)  # type: ignore[list-item]
-    sequence.num_scheduled_tokens = sequence.num_tokens
     return sequence
 
 
 def step_of(*sequences: Sequence) -> StepInput:
-    return build_step_input(StepPlan(0, sequences, 0, 0, 0), block_size=16, device="cpu")
+    """Every sequence runs all its tokens."""
+    counts = tuple(s.num_tokens for s in sequences)
+    plan = StepPlan(0, sequences, (0,) * len(counts), counts, (True,) * len(counts), 0, 0, 0)
+    return build_step_input(plan, block_size=16)
 
 
 def sample_one(logits: NDArray[np.float32], sequence: Sequence) -> int:

@@ -15,6 +15,8 @@ from isthmus.engine.core import EngineCore
 from tests.support.engine_driver import Driver, generate, make_prompt, make_request
 from tests.support.tiny_model import TinyModel, make_tiny_core
 
+pytestmark = pytest.mark.usefixtures("async_scheduling")
+
 PATIENCE_S = 30.0
 
 
