@@ -32,6 +32,8 @@ def layout_of(spec: ModelSpec, block_size: int) -> KvLayout:
         head_dim=spec.head_dim,
         block_size=block_size,
         dtype=spec.dtype,
+        tp_rank=spec.tp_rank,
+        tp_size=spec.tp_size,
     )
 
 

@@ -1,7 +1,8 @@
 """What a loader needs of a model on disk, whatever its format.
 
 A checkpoint names its tensors as Hugging Face's Llama does and gives them in its own dtype, one at
-a time. It keeps no tensor: the bytes stay in the page cache until they are asked for.
+a time, whole or the part that one rank holds. It keeps no tensor: the bytes stay in the page cache
+until they are asked for.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 
 from isthmus.common.model_files import ModelFiles, ModelKind
 from isthmus.engine.models.config import RawConfig
+from isthmus.engine.models.shard import WHOLE, Cut
 
 
 class Checkpoint(Protocol):
@@ -21,12 +23,13 @@ class Checkpoint(Protocol):
     """``float32`` or ``bfloat16``: what ``auto`` means for this checkpoint."""
     shapes: Mapping[str, tuple[int, ...]]
 
-    def read(self, name: str) -> torch.Tensor:
-        """On the CPU; a view of the file where its dtype allows."""
+    def read(self, name: str, cut: Cut = WHOLE) -> torch.Tensor:
+        """On the CPU; a view of the file where its dtype allows. Only the bytes of ``cut`` are
+        kept, and only they are read where the format allows."""
         ...
 
     def digest(self, name: str) -> bytes:
-        """Of the tensor's bytes as they are stored; equal in every process."""
+        """Of all the tensor's bytes as they are stored; equal in every process."""
         ...
 
 

@@ -3,6 +3,7 @@
 One implementation for all supported families: ``DecoderConfig`` says which parts a family has.
 Prompt chunks and decode steps are not told apart; each token attends to the KV of its sequence,
 which is written before it is read. On the CPU activations are float32, on CUDA the model's dtype.
+Of an instance of several ranks each runs this over its part of the weights (``parallel``).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import torch
 
 from isthmus.engine.models.config import DecoderConfig
+from isthmus.engine.models.parallel import Parallel
 from isthmus.engine.models.types import ForwardBatch, ModelSpec
 from isthmus.engine.models.weights import DecoderWeights, LayerWeights
 from isthmus.kernels import Kernels
@@ -25,8 +27,10 @@ class Decoder:
         weights: DecoderWeights,
         cos_sin: torch.Tensor,  # [P, D] float32
         kernels: Kernels,
+        parallel: Parallel,
     ) -> None:
         self.spec = spec
+        self._parallel = parallel
         self._config = config
         self._weights = weights
         self._cos_sin = cos_sin
@@ -40,10 +44,14 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv: torch.Tensor) -> torch.Tensor:
-        """Logits float32 ``[K, V]`` of the rows in ``logits_index``; K may be 0."""
+        """Logits float32 ``[K, V]`` of the rows in ``logits_index``; K may be 0.
+
+        Of several ranks only the leader's are whole."""
         kernels, weights, eps = self._kernels, self._weights, self._config.norm_eps
-        embedded = torch.nn.functional.embedding(batch.input_ids, weights.embedding)
-        residual = embedded.to(self._activation_dtype)  # [T, E]
+        parallel = self._parallel
+        residual = parallel.embed(  # [T, E]
+            batch.input_ids, weights.embedding, self._activation_dtype
+        )
         normed = kernels.rms_norm(residual, weights.layers[0].attention_norm, eps)
         last = len(weights.layers) - 1
         for index, layer in enumerate(weights.layers):
@@ -51,12 +59,12 @@ class Decoder:
             if index == last:  # KV is complete: only rows that need logits go on, [K, …]
                 attended = attended[batch.logits_index]
                 residual = residual[batch.logits_index]
-            hidden = kernels.linear(attended, layer.output)
+            hidden = parallel.project_heads(kernels, attended, layer.output, self._config.head_dim)
             normed, residual = kernels.add_rms_norm(hidden, residual, layer.ffn_norm, eps)
             hidden = kernels.linear(normed, layer.gate_up)
-            hidden = kernels.linear(kernels.silu_mul(hidden), layer.down)
+            hidden = parallel.project_ffn(kernels, kernels.silu_mul(hidden), layer.down)
             normed, residual = kernels.add_rms_norm(hidden, residual, self._next_norms[index], eps)
-        return kernels.linear(normed, weights.lm_head).float()
+        return parallel.logits(kernels, normed, weights.lm_head)
 
     def _attend(
         self,
@@ -67,7 +75,7 @@ class Decoder:
         kv: torch.Tensor,
     ) -> torch.Tensor:
         config, kernels = self._config, self._kernels
-        heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        heads, kv_heads, head_dim = self.spec.num_heads, self.spec.num_kv_heads, config.head_dim
         projected = kernels.linear(x, layer.qkv).view(-1, heads + 2 * kv_heads, head_dim)
         q = projected[:, :heads]  # views: [T, H, D] and [T, G, D]
         k = projected[:, heads : heads + kv_heads]

@@ -1,5 +1,7 @@
 """GGUF files: metadata in the form of ``config.json``, weights dequantised tensor by tensor.
 
+A part of a tensor costs its own rows: each row is a whole number of the format's blocks.
+
 Names, head order and tied embeddings are brought to Hugging Face's form, so that the rest of the
 package knows one kind of checkpoint.
 """
@@ -9,6 +11,7 @@ from __future__ import annotations
 import mmap
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from math import gcd
 from pathlib import Path
 from typing import Any
@@ -24,6 +27,7 @@ from isthmus.common.errors import ModelFileError
 from isthmus.common.gguf_file import GgufFile, GgufTensor, read_gguf
 from isthmus.engine.models.config import RawConfig, parse_config
 from isthmus.engine.models.registry import ARCHITECTURES, unknown_architecture
+from isthmus.engine.models.shard import WHOLE, Cut
 
 _TOP_LEVEL_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -52,6 +56,8 @@ _UNQUANTISED = {
 # dequantize() works on 16 rows at a time; rows this long keep its numpy calls few and its
 # intermediate arrays inside the second-level cache.
 _VALUES_PER_ROW = 4096
+# Of a part cut by columns: dequantised together, before the other columns are thrown away.
+_VALUES_AT_ONCE = 2**20
 
 
 class GgufCheckpoint:
@@ -73,15 +79,27 @@ class GgufCheckpoint:
         kinds = {tensor.type for tensor in self._tensors.values()}
         self.dtype = "float32" if kinds == {GGMLQuantizationType.F32} else "bfloat16"
 
-    def read(self, name: str) -> torch.Tensor:
+    def read(self, name: str, cut: Cut = WHOLE) -> torch.Tensor:
         tensor = self._tensors[name]
-        values = self._values(tensor)
+        values = self._part(_rows_of(tensor, cut.rows), cut.columns)
         if self.config.architecture == "LlamaForCausalLM":
-            values = _unpermuted(values, name, self.config)
+            values = _unpermuted(values, name, tensor.shape[0], self.config)
         return torch.from_numpy(values)
 
     def digest(self, name: str) -> bytes:
         return xxhash.xxh3_128_digest(self._stored(self._tensors[name]))
+
+    def _part(self, tensor: GgufTensor, columns: range | None) -> npt.NDArray[np.float32]:
+        if columns is None:
+            return self._values(tensor)
+        num_rows, width = tensor.shape
+        part = np.empty((num_rows, len(columns)), dtype=np.float32)
+        at_once = max(1, _VALUES_AT_ONCE // width)
+        for start in range(0, num_rows, at_once):
+            rows = range(start, min(start + at_once, num_rows))
+            whole = self._values(_rows_of(tensor, rows))
+            part[rows.start : rows.stop] = whole[:, columns.start : columns.stop]
+        return part
 
     def _values(self, tensor: GgufTensor) -> npt.NDArray[np.float32]:
         stored = np.frombuffer(self._stored(tensor), dtype=np.uint8)
@@ -92,6 +110,19 @@ class GgufCheckpoint:
 
     def _stored(self, tensor: GgufTensor) -> memoryview:
         return memoryview(self._bytes)[tensor.offset : tensor.offset + tensor.num_bytes]
+
+
+def _rows_of(tensor: GgufTensor, rows: range | None) -> GgufTensor:
+    """The rows as a tensor of their own; None = all."""
+    if rows is None:
+        return tensor
+    row_bytes = tensor.num_bytes // tensor.shape[0]
+    return replace(
+        tensor,
+        shape=(len(rows), *tensor.shape[1:]),
+        offset=tensor.offset + rows.start * row_bytes,
+        num_bytes=len(rows) * row_bytes,
+    )
 
 
 def _dequantised(stored: npt.NDArray[np.uint8], tensor: GgufTensor) -> npt.NDArray[np.float32]:
@@ -108,11 +139,12 @@ def _dequantised(stored: npt.NDArray[np.uint8], tensor: GgufTensor) -> npt.NDArr
 
 
 def _unpermuted(
-    values: npt.NDArray[np.float32], name: str, config: RawConfig
+    values: npt.NDArray[np.float32], name: str, num_rows: int, config: RawConfig
 ) -> npt.NDArray[np.float32]:
     """Undoes the reordering of query and key rows that GGUF files of Llama come with.
 
-    Rotary pairs are (2i, 2i + 1) in the file and (i, i + D/2) here.
+    Rotary pairs are (2i, 2i + 1) in the file and (i, i + D/2) here. ``values`` are whole heads of
+    a tensor of ``num_rows``.
     """
     if ".q_proj." in name:
         num_heads = config.num_attention_heads
@@ -120,8 +152,8 @@ def _unpermuted(
         num_heads = config.num_key_value_heads or config.num_attention_heads
     else:
         return values
-    num_pairs = values.shape[0] // num_heads // 2
-    pairs = values.reshape(num_heads, num_pairs, 2, *values.shape[1:])
+    num_pairs = num_rows // num_heads // 2
+    pairs = values.reshape(-1, num_pairs, 2, *values.shape[1:])
     return pairs.swapaxes(1, 2).reshape(values.shape)
 
 

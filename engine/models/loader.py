@@ -1,7 +1,8 @@
 """From a path to a model that can run.
 
 Everything that can be wrong is found before the first weight is read: the architecture, the
-tensors' names and shapes, the memory they need.
+tensors' names and shapes, the memory they need. The ranks of an instance read their own parts at
+the same time; the digests that the fingerprint is made of are dealt among them.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import msgspec
 import torch
 
 from isthmus.common.config import DTypeName, ModelConfig
@@ -19,7 +21,9 @@ from isthmus.engine.models import registry
 from isthmus.engine.models.checkpoint import Checkpoint, open_checkpoint
 from isthmus.engine.models.config import DecoderConfig, with_max_model_len
 from isthmus.engine.models.decoder import Decoder
+from isthmus.engine.models.parallel import Parallel
 from isthmus.engine.models.rope import cos_sin_table
+from isthmus.engine.models.shard import Cut, Shard, Split, cuts_of, shard_of, share_of
 from isthmus.engine.models.types import LanguageModel, ModelSpec
 from isthmus.engine.models.weights import (
     WeightReader,
@@ -29,6 +33,7 @@ from isthmus.engine.models.weights import (
     num_weight_bytes,
     read_weights,
 )
+from isthmus.engine.tp_group import LEADER, SingleRank, TpGroup
 from isthmus.kernels import select
 
 _GIB = 2**30
@@ -42,17 +47,25 @@ class _Source:
     checkpoint: Checkpoint
     config: DecoderConfig
     dtype: str
-    weight_bytes: int
+    shard: Shard
+    cuts: Mapping[str, Cut]
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of this rank."""
+        expected = expected_shapes(self.config)
+        parts = {name: self.cuts[name].shape_of(shape) for name, shape in expected.items()}
+        return num_weight_bytes(parts, self.dtype)
 
     def spec(self, served_name: str, digests: Mapping[str, bytes]) -> ModelSpec:
-        config = self.config
+        config, shard = self.config, self.shard
         return ModelSpec(
             name=served_name or self.files.name,
             architecture=config.architecture,
             fingerprint=fingerprint(config, self.dtype, digests),
             num_layers=config.num_layers,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
+            num_heads=len(shard.own(shard.query_heads)),
+            num_kv_heads=len(shard.own(shard.kv_heads)),
             head_dim=config.head_dim,
             hidden_size=config.hidden_size,
             vocab_size=config.vocab_size,
@@ -61,6 +74,8 @@ class _Source:
             dtype=self.dtype,
             eos_token_ids=config.eos_token_ids,
             weight_bytes=self.weight_bytes,
+            tp_rank=shard.rank,
+            tp_size=shard.size,
         )
 
 
@@ -69,41 +84,65 @@ def load_spec(model: ModelConfig) -> ModelSpec:
 
     Raises the same errors, ModelTooLargeError apart.
     """
-    source = _open(model)
+    source = _open(model, SingleRank(), Split.OUTPUT)
     digests = {name: source.checkpoint.digest(name) for name in expected_shapes(source.config)}
     return source.spec(model.served_name, digests)
 
 
-def load_model(model: ModelConfig, device: str, num_threads: int) -> LanguageModel:
+def load_model(
+    model: ModelConfig,
+    device: str,
+    num_threads: int,
+    group: TpGroup | None = None,
+    split: Split | None = None,
+) -> LanguageModel:
     """Loads ``model`` onto ``device`` (``cpu``, ``cuda``, ``cuda:N``), for ``num_threads`` threads.
 
+    With a ``group``, the part of this rank, while every other rank loads its own. ``split`` None =
+    what suits the device: on the CPU, where tokens must not depend on placement, OUTPUT.
+
     Raises ModelFileError, UnknownArchitectureError, ModelTooLargeError; ConfigError for a device
-    that is not there or a ``max_model_len`` beyond the model's.
+    that is not there, a ``max_model_len`` beyond the model's or a number of ranks that its heads
+    cannot be dealt to; InstanceLostError when another rank ends meanwhile.
     """
-    source = _open(model)
+    group = group or SingleRank()
     target = _checked_device(device)
+    split = split or (Split.OUTPUT if target.type == "cpu" else Split.INPUT)
+    source = _open(model, group, split)
     _check_fits(source, target)
     kernels = select(device, num_threads)
-    reader = WeightReader(source.checkpoint, kernels, source.dtype, target)
     config = source.config
-    weights = read_weights(config, reader, kernels)
+    to_digest = share_of(expected_shapes(config), group.rank, group.size)
+    reader = WeightReader(source.checkpoint, kernels, source.dtype, target, source.cuts, to_digest)
+    adds_bias = split is Split.OUTPUT or group.rank == LEADER
+    weights = read_weights(config, reader, kernels, adds_bias=adds_bias)
     return Decoder(
-        spec=source.spec(model.served_name, reader.digests),
+        spec=source.spec(model.served_name, _all_digests(reader.digests(), group)),
         config=config,
         weights=weights,
         cos_sin=cos_sin_table(config.rope, config.head_dim, config.max_model_len).to(target),
         kernels=kernels,
+        parallel=Parallel(group, source.shard, split),
     )
 
 
-def _open(model: ModelConfig) -> _Source:
+def _all_digests(own: Mapping[str, bytes], group: TpGroup) -> dict[str, bytes]:
+    """Of all tensors: each rank has taken those of its share."""
+    merged: dict[str, bytes] = {}
+    for payload in group.exchange(msgspec.msgpack.encode(own)):
+        merged |= msgspec.msgpack.decode(payload, type=dict[str, bytes])
+    return merged
+
+
+def _open(model: ModelConfig, group: TpGroup, split: Split) -> _Source:
     files = locate_model(model.path)
     checkpoint = open_checkpoint(files)
     config = with_max_model_len(registry.configure(checkpoint.config), model.max_model_len)
     expected = expected_shapes(config)
     check_shapes(checkpoint.shapes, expected, source=str(files.path))
-    dtype = _dtype(model.dtype, checkpoint)
-    return _Source(files, checkpoint, config, dtype, num_weight_bytes(expected, dtype))
+    shard = shard_of(config, group.rank, group.size)
+    cuts = cuts_of(config, shard, split, expected)
+    return _Source(files, checkpoint, config, _dtype(model.dtype, checkpoint), shard, cuts)
 
 
 def _dtype(requested: DTypeName, checkpoint: Checkpoint) -> str:

@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from isthmus.common.errors import ModelFileError
 from isthmus.engine.models.config import RawConfig, parse_config
+from isthmus.engine.models.shard import WHOLE, Cut
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -22,6 +23,7 @@ INDEX_FILE = "model.safetensors.index.json"
 class _Slice(Protocol):
     def get_shape(self) -> list[int]: ...
     def get_dtype(self) -> str: ...
+    def __getitem__(self, index: tuple[slice, ...]) -> torch.Tensor: ...
 
 
 class _File(Protocol):
@@ -49,8 +51,12 @@ class SafetensorsCheckpoint:
         kinds = {part.get_dtype() for part in slices.values()}
         self.dtype = "float32" if kinds == {"F32"} else "bfloat16"
 
-    def read(self, name: str) -> torch.Tensor:
-        tensor = self._file_by_tensor[name].get_tensor(name)
+    def read(self, name: str, cut: Cut = WHOLE) -> torch.Tensor:
+        file = self._file_by_tensor[name]
+        if cut is WHOLE:
+            tensor = file.get_tensor(name)
+        else:
+            tensor = file.get_slice(name)[cut.slices(self.shapes[name])]
         if not tensor.is_floating_point():
             message = f"{self._folder}: tensor {name} is {tensor.dtype}; only GGUF may be quantised"
             raise ModelFileError(message, stage="load")

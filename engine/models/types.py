@@ -36,8 +36,8 @@ class ModelSpec:
     architecture: str
     fingerprint: str  # of configuration and weights
     num_layers: int
-    num_heads: int
-    num_kv_heads: int
+    num_heads: int  # of this rank
+    num_kv_heads: int  # of this rank
     head_dim: int
     hidden_size: int
     vocab_size: int
@@ -45,7 +45,9 @@ class ModelSpec:
     sliding_window: int | None
     dtype: str  # of weights and KV: float32 or bfloat16
     eos_token_ids: tuple[int, ...]
-    weight_bytes: int
+    weight_bytes: int  # of this rank
+    tp_rank: int = 0
+    tp_size: int = 1
 
 
 class LanguageModel(Protocol):

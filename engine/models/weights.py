@@ -2,12 +2,12 @@
 
 Projections that share an input are fused (query, key and value; gate and up), so a layer is four
 products. Reading goes tensor by tensor into one buffer per product, in the final dtype: beside the
-packed weights, at most one product's parts exist at a time.
+packed weights, at most one product's parts exist at a time. A rank reads its part of each tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -17,6 +17,7 @@ import xxhash
 from isthmus.common.errors import ModelFileError
 from isthmus.engine.models.checkpoint import Checkpoint
 from isthmus.engine.models.config import DecoderConfig
+from isthmus.engine.models.shard import Cut
 from isthmus.kernels import Kernels, PackedLinear
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -124,9 +125,10 @@ def fingerprint(config: DecoderConfig, dtype: str, digests: Mapping[str, bytes])
 
 
 class WeightReader:
-    """Reads a checkpoint into one dtype on one device, and takes each tensor's digest on the way.
+    """Reads a checkpoint into one dtype on one device, and takes digests of tensors on the way.
 
-    Vectors (norms, biases) are kept in the dtype of activations, which they are applied to.
+    ``cuts`` says which part of each tensor is read, ``to_digest`` of which ones the digest is
+    wanted. Vectors (norms, biases) are kept in the dtype of activations, which they are applied to.
     """
 
     def __init__(
@@ -135,12 +137,16 @@ class WeightReader:
         kernels: Kernels,
         dtype: str,
         device: torch.device,
+        cuts: Mapping[str, Cut],
+        to_digest: Collection[str],
     ) -> None:
+        self._cuts = cuts
+        self._to_digest = to_digest
         self._checkpoint = checkpoint
         self._kernels = kernels
         self._dtype = _TORCH_DTYPES[dtype]
         self._device = device
-        self.digests: dict[str, bytes] = {}
+        self._digests: dict[str, bytes] = {}
 
     def vector(self, name: str) -> torch.Tensor:
         on_cpu = self._device.type == "cpu"
@@ -148,8 +154,8 @@ class WeightReader:
         return self._read(name).to(device=self._device, dtype=dtype, copy=True)
 
     def matrix(self, *names: str) -> torch.Tensor:
-        """The named matrices, one below the other, as ``[rows, columns]``."""
-        shapes = [self._checkpoint.shapes[name] for name in names]
+        """This rank's part of the named matrices, one below the other: ``[rows, columns]``."""
+        shapes = [self._cuts[name].shape_of(self._checkpoint.shapes[name]) for name in names]
         num_rows = sum(shape[0] for shape in shapes)
         whole = torch.empty(num_rows, shapes[0][1], dtype=self._dtype, device=self._device)
         start = 0
@@ -167,23 +173,36 @@ class WeightReader:
             self.matrix(*(f"{prefix}{part}.weight" for part in parts)), bias
         )
 
+    def digests(self) -> dict[str, bytes]:
+        """Of all tensors whose digest is wanted: also of one of which this rank reads nothing."""
+        unread = [name for name in self._to_digest if name not in self._digests]
+        return self._digests | {name: self._checkpoint.digest(name) for name in unread}
+
     def _read(self, name: str) -> torch.Tensor:
-        self.digests[name] = self._checkpoint.digest(name)
-        return self._checkpoint.read(name)
+        if name in self._to_digest:
+            self._digests[name] = self._checkpoint.digest(name)
+        return self._checkpoint.read(name, self._cuts[name])
 
 
-def read_weights(config: DecoderConfig, reader: WeightReader, kernels: Kernels) -> DecoderWeights:
+def read_weights(
+    config: DecoderConfig, reader: WeightReader, kernels: Kernels, *, adds_bias: bool = True
+) -> DecoderWeights:
+    """``adds_bias`` False: the biases of sums over ranks are another rank's to add."""
     embedding = reader.matrix(EMBEDDING)
     head = embedding if config.has_tied_embeddings else reader.matrix(LM_HEAD)
     return DecoderWeights(
         embedding=embedding,
-        layers=tuple(_read_layer(config, reader, layer) for layer in range(config.num_layers)),
+        layers=tuple(
+            _read_layer(config, reader, layer, adds_bias) for layer in range(config.num_layers)
+        ),
         final_norm=reader.vector(FINAL_NORM),
         lm_head=kernels.pack_linear(head),
     )
 
 
-def _read_layer(config: DecoderConfig, reader: WeightReader, layer: int) -> LayerWeights:
+def _read_layer(
+    config: DecoderConfig, reader: WeightReader, layer: int, adds_bias: bool
+) -> LayerWeights:
     prefix = layer_prefix(layer)
     head_norms = ("q_norm", "k_norm") if config.has_qk_norm else ()
     norms = {part: reader.vector(f"{prefix}self_attn.{part}.weight") for part in head_norms}
@@ -194,12 +213,16 @@ def _read_layer(config: DecoderConfig, reader: WeightReader, layer: int) -> Laye
         ),
         query_norm=norms.get("q_norm"),
         key_norm=norms.get("k_norm"),
-        output=reader.linear(f"{prefix}self_attn.", "o_proj", has_bias=config.has_output_bias),
+        output=reader.linear(
+            f"{prefix}self_attn.", "o_proj", has_bias=config.has_output_bias and adds_bias
+        ),
         ffn_norm=reader.vector(f"{prefix}post_attention_layernorm.weight"),
         gate_up=reader.linear(
             f"{prefix}mlp.", "gate_proj", "up_proj", has_bias=config.has_ffn_bias
         ),
-        down=reader.linear(f"{prefix}mlp.", "down_proj", has_bias=config.has_ffn_bias),
+        down=reader.linear(
+            f"{prefix}mlp.", "down_proj", has_bias=config.has_ffn_bias and adds_bias
+        ),
     )
 
 
