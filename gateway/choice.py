@@ -22,7 +22,7 @@ from enum import Enum
 from typing import Literal, Protocol
 
 from isthmus.common import metrics
-from isthmus.common.clock import NS_PER_S, Clock
+from isthmus.common.clock import Clock
 from isthmus.common.errors import InstanceError, InstanceLostError, IsthmusError, NoInstanceError
 from isthmus.common.ids import InstanceId, RequestId
 from isthmus.common.state_machine import Transitions
@@ -33,13 +33,12 @@ from isthmus.common.types import (
     LocalPrefillReason,
     Request,
     RouteDecision,
-    SamplingParams,
     TokenLogprob,
 )
 from isthmus.gateway.decode_client import DecodeClient, GenerationEnd
-from isthmus.gateway.output_text import OutputText
 from isthmus.gateway.plan import ChoiceDelta, GenerationPlan, PreparedPrompt
 from isthmus.gateway.router_client import ChoiceQuery, RouterClient
+from isthmus.gateway.sequence_output import SequenceOutput
 from isthmus.gateway.tokenizer import TextTokenizer
 from isthmus.gateway.waiting import Hold, WaitingRoom
 
@@ -109,17 +108,13 @@ class Choice:
         self.transferred_bytes = 0
         self.prompt_logprobs: list[TokenLogprob] = []
         self._plan = plan
-        self._sampling = _sampling_of(plan, prompt, index)
+        self._sampling = plan.sampling_of(prompt, index % plan.num_choices)
         self._services = services
         self._owner = owner
         self._excluded: set[InstanceRef] = set()
-        self._delivered: list[int] = []
-        self._text = OutputText(
-            services.tokenizer, prompt.token_ids, plan.stop_strings, self._sampling
+        self._output = SequenceOutput(
+            plan, prompt, self._sampling, services.tokenizer, services.clock
         )
-        self._delta = ChoiceDelta()
-        self._first_token_ns = 0
-        self._last_token_ns = 0
         self._request_id = RequestId("")
         self._hold: Hold | None = None
 
@@ -159,28 +154,19 @@ class Choice:
 
     @property
     def num_output_tokens(self) -> int:
-        return self._text.num_tokens
+        return self._output.num_tokens
 
     @property
     def tpot_s(self) -> float | None:
-        """Seconds from one token to the next as they came to the gateway; None below two tokens."""
-        gaps = len(self._delivered) - 1
-        if gaps < 1:
-            return None
-        return (self._last_token_ns - self._first_token_ns) / NS_PER_S / gaps
+        return self._output.tpot_s
 
     @property
     def has_prompt_logprobs(self) -> bool:
         return self._plan.sampling.prompt_logprobs is not None
 
-    @property
-    def has_news(self) -> bool:
-        """True when something can be shown; logprobs wait for the text they belong to."""
-        return bool(self._delta.text or self._delta.finish_reason)
-
     def take(self) -> ChoiceDelta:
-        delta, self._delta = self._delta, ChoiceDelta()
-        return delta
+        """What has come since the last call."""
+        return self._output.take()
 
     # --- GenerationSink -------------------------------------------------------------------------
     def on_started(self, num_cached_tokens: int) -> None:
@@ -199,17 +185,14 @@ class Choice:
         if self.is_done:
             return
         self.prompt_logprobs.extend(prompt_logprobs)
-        if token_ids:
-            self._observe_gaps(len(token_ids))
-        for position, token_id in enumerate(token_ids):
-            self._accept(token_id, logprobs[position] if logprobs else None)
-            if self._text.matched_stop is not None:
-                self._leave_instance("stop string")
-                self._finish(FinishReason.STOP, None)
-                return
+        self._output.push(token_ids, logprobs)
+        if self._output.is_stopped:
+            self._leave_instance("stop string")
+            self._finish(FinishReason.STOP, None)
+            return
         if self.state is ChoiceState.WAITING and token_ids:
             self._first_token()
-        if self.has_news:
+        if self._output.has_news and not self.is_done:
             self._owner.on_change(self)
 
     def on_finished(self, end: GenerationEnd) -> None:
@@ -236,25 +219,12 @@ class Choice:
             self._recover(error, failed_instance or error.instance_id or self._instance_id())
 
     # --- the sequence's progress ----------------------------------------------------------------
-    def _accept(self, token_id: int, logprob: TokenLogprob | None) -> None:
-        self._delivered.append(token_id)
-        if not self._plan.has_output:
-            return
-        num_before = self._text.num_tokens
-        self._delta.text += self._text.push(token_id)
-        if self._text.num_tokens == num_before:  # behind a stop string
-            return
-        self._delta.token_ids.append(token_id)
-        if logprob is not None:
-            self._delta.logprobs.append(logprob)
-
     def _finish(self, reason: FinishReason, stop_reason: str | int | None) -> None:
         if self.state is ChoiceState.WAITING:
             self._first_token()
-        self._delta.text += self._text.finish(by_stop_token=reason is FinishReason.STOP)
-        if self._text.matched_stop is not None:
-            reason, stop_reason = FinishReason.STOP, self._text.matched_stop
-        self._delta.finish_reason, self._delta.stop_reason = reason, stop_reason
+            if self.is_done:  # no place for one of its siblings: that has ended the request
+                return
+        self._output.finish(reason, stop_reason)
         self._move(ChoiceState.FINISHED)
         if self.decision is not None:
             tpot_s = self.tpot_s
@@ -267,18 +237,6 @@ class Choice:
         if self.decision is not None:
             self._services.router.report_first_token(self.decision)
         self._owner.on_first_token(self)
-
-    def _observe_gaps(self, num_tokens: int) -> None:
-        now_ns = self._services.clock.monotonic_ns()
-        if self._last_token_ns:
-            gap_s = (now_ns - self._last_token_ns) / NS_PER_S
-            if len(self._delivered) == 1:
-                metrics.SECOND_TOKEN_GAP.observe(gap_s)
-            for _ in range(num_tokens):
-                metrics.ITL.observe(gap_s / num_tokens)
-        else:
-            self._first_token_ns = now_ns
-        self._last_token_ns = now_ns
 
     # --- instances ------------------------------------------------------------------------------
     def _send_or_recover(self, decision: RouteDecision) -> None:
@@ -296,18 +254,18 @@ class Choice:
 
     def _request(self) -> Request:
         sampling = self._sampling
-        if self._delivered:
+        if self._output.token_ids:
             sampling = replace(sampling, prompt_logprobs=None)
         return Request(
             request_id=self._request_id,
             model=self._plan.model,
-            token_ids=(*self.prompt.token_ids, *self._delivered),
+            token_ids=(*self.prompt.token_ids, *self._output.token_ids),
             sampling=sampling,
             arrival_ns=self._plan.arrival_ns,
             deadline_ns=self._plan.deadline_ns,
             tenant=self._plan.tenant,
             cache_salt=self._plan.cache_salt,
-            num_resumed_tokens=len(self._delivered),
+            num_resumed_tokens=len(self._output.token_ids),
         )
 
     def _query(self, prefer_decode: InstanceId | None = None) -> ChoiceQuery:
@@ -315,7 +273,7 @@ class Choice:
             request_id=RequestId(f"{self._plan.request_id}-{self.index}.{self.num_retries}"),
             plan=self._plan,
             prompt=self.prompt,
-            num_resumed_tokens=len(self._delivered),
+            num_resumed_tokens=len(self._output.token_ids),
             exclude=self._services.router.still_there(self._excluded),
             prefer_decode=prefer_decode,
             needs_whole_prompt=self._sampling.prompt_logprobs is not None,
@@ -324,7 +282,8 @@ class Choice:
     def _recover(self, error: IsthmusError, failed_instance: str) -> None:
         """Another instance when the rules allow it, else the end of this choice."""
         failed = InstanceId(failed_instance)
-        if self._ended_before_the_loss():
+        if (end := self._output.natural_end()) is not None:
+            self._finish(end, None)  # all that it owed had come, but for its last word
             return
         last, self.num_retries = self.decision, self.num_retries + 1
         if last is None or not self._may_retry(error):
@@ -334,7 +293,7 @@ class Choice:
             return
         legs = (last.decode, last.prefill)
         self._excluded.update(leg for leg in legs if leg and leg.instance_id == failed)
-        reason = "resume" if self._delivered else "retry"
+        reason = "resume" if self._output.token_ids else "retry"
         metrics.RETRIES.labels(reason=reason).inc()
         try:
             decision = self._services.router.reroute(self._query(), last, error, failed)
@@ -372,23 +331,10 @@ class Choice:
     def _may_retry(self, error: IsthmusError) -> bool:
         if not error.retryable:
             return False
-        if self._delivered:
+        if self._output.token_ids:
             can_resume = self._services.on_decode_loss == "resume"
             return can_resume and self.num_retries <= MAX_RESUMES
         return self.num_retries <= 1
-
-    def _ended_before_the_loss(self) -> bool:
-        """The instance died with its last word unsaid: everything it owed had been delivered."""
-        count = len(self._delivered)
-        if not count:
-            return False
-        if self._text.ends_in_stop_token:
-            self._finish(FinishReason.STOP, None)
-        elif count >= self._sampling.max_tokens:
-            self._finish(FinishReason.LENGTH, None)
-        else:
-            return False
-        return True
 
     def _fail(self, error: IsthmusError) -> None:
         self._move(ChoiceState.FAILED)
@@ -403,13 +349,3 @@ class Choice:
 
     def _move(self, state: ChoiceState) -> None:
         self.state = CHOICE_TRANSITIONS.check(self.state, state)
-
-
-def _sampling_of(plan: GenerationPlan, prompt: PreparedPrompt, index: int) -> SamplingParams:
-    """Choice k of a prompt draws from its own stream: seed + k."""
-    offset = index % plan.num_choices
-    seed = (plan.sampling.seed + offset) % 2**64
-    prompt_logprobs = plan.sampling.prompt_logprobs if offset == 0 else None
-    return replace(
-        plan.sampling, max_tokens=prompt.max_tokens, seed=seed, prompt_logprobs=prompt_logprobs
-    )

@@ -36,9 +36,7 @@ class Exchange:
         self._num_done = 0
         self._has_begun = False
         self._accounting: Accounting | None = Accounting(self)
-        self._deadline = asyncio.get_running_loop().call_later(
-            max(0, plan.deadline_ns - services.clock.now_ns()) / NS_PER_S, self._expire
-        )
+        self._deadline = asyncio.get_running_loop().call_later(self.seconds_left(), self._expire)
 
     # --- driven by the HTTP side ----------------------------------------------------------------
     def start(self) -> None:
@@ -56,6 +54,9 @@ class Exchange:
     @property
     def is_done(self) -> bool:
         return self._num_done == len(self.choices)
+
+    def seconds_left(self) -> float:
+        return max(0, self.plan.deadline_ns - self._clock.now_ns()) / NS_PER_S
 
     @property
     def stage(self) -> str:
@@ -107,7 +108,7 @@ class Exchange:
             self._end_with(error)
 
     def break_off(self, error: IsthmusError) -> None:
-        """Ends the request for a fault of the gateway's own, even one behind the last token."""
+        """Ends the request for what its answer's way out suffered, even behind the last token."""
         if self.error is None:
             self._end_with(error)
 

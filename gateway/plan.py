@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from isthmus.common.ids import BlockHash
 from isthmus.common.types import FinishReason, SamplingParams, TokenLogprob
@@ -37,6 +37,15 @@ class GenerationPlan:
     is_echo: bool = False
     has_output: bool = True
     """False when only the echoed prompt is wanted (``max_tokens`` 0)."""
+
+    def sampling_of(self, prompt: PreparedPrompt, k: int) -> SamplingParams:
+        """Choice ``k`` of a prompt draws from its own stream: seed + k."""
+        return replace(
+            self.sampling,
+            max_tokens=prompt.max_tokens,
+            seed=(self.sampling.seed + k) % 2**64,
+            prompt_logprobs=self.sampling.prompt_logprobs if k == 0 else None,
+        )
 
 
 @dataclass(slots=True)

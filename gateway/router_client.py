@@ -6,7 +6,7 @@ for the hashes, the longest sequence, who is there. All synchronous and CPU only
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from isthmus.common.clock import Clock
@@ -90,24 +90,27 @@ class RouterClient:
             outcome = Outcome.failed(None)
         self._router.report(decision.decision_id, outcome)
 
-    def instances(self) -> list[InstanceInfo]:
-        return [view.info for view in self._router.cluster]
+    def instances(self) -> Iterator[InstanceInfo]:
+        return (view.info for view in self._router.cluster)
 
     def still_there(self, refs: Iterable[InstanceRef]) -> frozenset[InstanceId]:
         """Those of these that have not restarted since: whoever has is a new instance."""
-        now = {info.ref for info in self.instances()}
-        return frozenset(ref.instance_id for ref in refs if ref in now)
+        at_epoch = self._router.cluster.at_epoch
+        return frozenset(
+            ref.instance_id for ref in refs if at_epoch(ref.instance_id, ref.epoch) is not None
+        )
 
-    def servers(self) -> list[InstanceId]:
+    def servers(self) -> Iterator[InstanceId]:
         """Decode and mixed instances that the router would choose from now."""
         now_ns = self._clock.monotonic_ns()
-        return [
+        return (
             view.instance_id
-            for view in self._router.cluster.by_role(Role.DECODE, Role.MIXED)
-            if view.info.state is InstanceState.READY
+            for view in self._router.cluster
+            if view.info.role is not Role.PREFILL
+            and view.info.state is InstanceState.READY
             and not view.is_suspect
             and view.breaker.allows(now_ns)
-        ]
+        )
 
     def decode_refs(self) -> list[InstanceRef]:
         """Instances to which a stream must be open."""

@@ -2,27 +2,28 @@
 
 Tokens that arrive while a slow client is being written to are merged: each turn of the loop sends
 what there is, and writing waits for the connection. The watch on the connection runs beside it, so
-a client that leaves is noticed at once, not at the next token.
+a client that leaves is noticed at once, not at the next token. One that stays and reads nothing is
+given up ``STALL_S`` after the deadline of its request.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import orjson
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from isthmus.common.errors import CancelledError, IsthmusError
+from isthmus.common.errors import CancelledError, DeadlineError, IsthmusError
 from isthmus.gateway.error_response import error_body
 from isthmus.gateway.exchange import Exchange
 from isthmus.gateway.formats import AnswerFormat
 from isthmus.gateway.unexpected import internal_error, log_unexpected
 
 DONE = b"data: [DONE]\n\n"
+STALL_S = 5.0
 # Line breaks to Unicode but not to SSE. Clients that split by the former would cut an event in two.
 _FOREIGN_BREAKS = {mark.encode(): b"\\u%04x" % ord(mark) for mark in "\x85\u2028\u2029"}
 
@@ -35,16 +36,15 @@ def frame(payload: Mapping[str, Any]) -> bytes:
     return b"data: " + data + b"\n\n"
 
 
-@asynccontextmanager
-async def cancel_when_client_leaves(receive: Receive, exchange: Exchange) -> AsyncIterator[None]:
-    """While inside, a closed connection cancels the exchange. The body must have been read."""
-    watch = asyncio.get_running_loop().create_task(_watch(receive, exchange))
-    try:
-        yield
-    finally:
-        watch.cancel()
-        with suppress(asyncio.CancelledError):
-            await watch
+class ClientWatch:
+    """Until closed, a connection that ends cancels the exchange. The body must have been read."""
+
+    def __init__(self, receive: Receive, exchange: Exchange) -> None:
+        self._task = asyncio.get_running_loop().create_task(_watch(receive, exchange))
+
+    async def close(self) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
 
 
 async def _watch(receive: Receive, exchange: Exchange) -> None:
@@ -56,7 +56,8 @@ async def _watch(receive: Receive, exchange: Exchange) -> None:
 
 
 class EventStreamResponse(Response):
-    """Streams an exchange that has something to say already; closes it however that ends."""
+    """Streams an exchange that has something to say already; closes it, and the watch on its
+    client, however that ends."""
 
     media_type = "text/event-stream"
 
@@ -65,6 +66,7 @@ class EventStreamResponse(Response):
         exchange: Exchange,
         answer: AnswerFormat,
         headers: Mapping[str, str],
+        watch: ClientWatch,
         on_end: Callable[[], None],
     ) -> None:
         super().__init__(
@@ -73,24 +75,33 @@ class EventStreamResponse(Response):
         del self.headers["content-length"]
         self._exchange = exchange
         self._answer = answer
+        self._watch = watch
         self._on_end = on_end
 
     async def __call__(
         self,
         scope: Scope,  # noqa: ARG002 (ASGI's signature)
-        receive: Receive,
+        receive: Receive,  # noqa: ARG002 (the watch reads it)
         send: Send,
     ) -> None:
         try:
-            async with cancel_when_client_leaves(receive, self._exchange):
-                await self._stream(send)
+            async with asyncio.timeout(self._exchange.seconds_left() + STALL_S):
+                await self._stream_or_tell(send)
+        except TimeoutError:
+            error = DeadlineError("the client did not read the answer", stage="flush")
+            self._exchange.break_off(error)
+        finally:
+            self._exchange.close()
+            self._on_end()
+            await self._watch.close()
+
+    async def _stream_or_tell(self, send: Send) -> None:
+        try:
+            await self._stream(send)
         except Exception as error:  # noqa: BLE001 (the client has its status: tell it in an event)
             log_unexpected(error, self._exchange.plan.request_id)
             self._exchange.break_off(internal_error())
             await self._end(send, frame(error_body(internal_error())))
-        finally:
-            self._exchange.close()
-            self._on_end()
 
     async def _stream(self, send: Send) -> None:
         await send(

@@ -23,7 +23,7 @@ from isthmus.gateway.limits import Slot, read_body
 from isthmus.gateway.pipeline import Arrival
 from isthmus.gateway.plan import GenerationPlan
 from isthmus.gateway.schemas import ChatBody, CompletionBody, GenerationBody, parse_body
-from isthmus.gateway.sse import EventStreamResponse, cancel_when_client_leaves
+from isthmus.gateway.sse import ClientWatch, EventStreamResponse
 from isthmus.gateway.unexpected import internal_error
 
 router = APIRouter()
@@ -100,14 +100,14 @@ async def _answer(
 ) -> Response:
     """Waits for the first token (or all) before any header, so that a failure has its status."""
     is_handed_over = False
+    watch = ClientWatch(request.receive, exchange)
     try:
-        async with cancel_when_client_leaves(request.receive, exchange):
-            await asyncio.sleep(0)  # lets the watch see a client that left during tokenisation
-            exchange.start()
-            await (exchange.wait() if streams else exchange.wait_all())
+        await asyncio.sleep(0)  # lets the watch see a client that left during tokenisation
+        exchange.start()
+        await (exchange.wait() if streams else exchange.wait_all())
         headers = _headers(request, exchange)
         if streams:
-            response: Response = EventStreamResponse(exchange, answer, headers, slot.release)
+            response: Response = EventStreamResponse(exchange, answer, headers, watch, slot.release)
             is_handed_over = True
             return response
         content = orjson.dumps(answer.whole(exchange))
@@ -122,6 +122,7 @@ async def _answer(
         if not is_handed_over:
             exchange.close()
             slot.release()
+            await watch.close()
 
 
 def _headers(request: Request, exchange: Exchange) -> dict[str, str]:

@@ -12,13 +12,14 @@ import pytest
 import pytest_asyncio
 
 from isthmus.common import metrics
-from isthmus.common.clock import SystemClock
+from isthmus.common.clock import NS_PER_MS, SystemClock
 from isthmus.common.timeline import Timeline
 from isthmus.common.types import SamplingParams
+from isthmus.gateway import sse
 from isthmus.gateway.exchange import Exchange
 from isthmus.gateway.formats import CompletionFormat
 from isthmus.gateway.plan import GenerationPlan, PreparedPrompt
-from isthmus.gateway.sse import EventStreamResponse
+from isthmus.gateway.sse import ClientWatch, EventStreamResponse
 from tests.support.fake_decode import FakeDecode, Script
 from tests.support.gateway_server import RunningGateway, running_gateway
 from tests.support.poll import poll_until
@@ -132,6 +133,29 @@ async def test_many_cancels_leave_the_gateway_as_it_was(
     assert all(answer.text.endswith("data: [DONE]\n\n") for answer in finished)
 
 
+def started_exchange(
+    gateway: RunningGateway, max_tokens: int, timeout_ms: int = 10_000
+) -> Exchange:
+    now_ns = SystemClock().now_ns()
+    plan = GenerationPlan(
+        request_id="slow",
+        model="tiny",
+        prompts=(PreparedPrompt("x", (5,), (), max_tokens),),
+        num_choices=1,
+        sampling=SamplingParams(),
+        stop_strings=(),
+        arrival_ns=now_ns,
+        deadline_ns=now_ns + timeout_ms * NS_PER_MS,
+    )
+    exchange = Exchange(plan, gateway.gateway.services, Timeline())
+    exchange.start()
+    return exchange
+
+
+async def never() -> Any:
+    await asyncio.Event().wait()
+
+
 @pytest.mark.asyncio
 async def test_tokens_that_arrive_while_a_slow_client_is_written_to_are_merged(
     gateway: RunningGateway, fake: FakeDecode
@@ -139,19 +163,7 @@ async def test_tokens_that_arrive_while_a_slow_client_is_written_to_are_merged(
     ids = gateway.ids("the one two the one two")
     gate = asyncio.Event()
     fake.script = lambda _: Script(ids, gate=gate, gate_at=1)
-    now_ns = SystemClock().now_ns()
-    plan = GenerationPlan(
-        request_id="slow",
-        model="tiny",
-        prompts=(PreparedPrompt("x", (5,), (), len(ids)),),
-        num_choices=1,
-        sampling=SamplingParams(),
-        stop_strings=(),
-        arrival_ns=now_ns,
-        deadline_ns=now_ns + 10**10,
-    )
-    exchange = Exchange(plan, gateway.gateway.services, Timeline())
-    exchange.start()
+    exchange = started_exchange(gateway, len(ids))
     await exchange.wait()
     answer = CompletionFormat("slow", "tiny", 0, gateway.tokenizer, usage=False, token_ids=False)
     bodies: list[bytes] = []
@@ -162,10 +174,37 @@ async def test_tokens_that_arrive_while_a_slow_client_is_written_to_are_merged(
             gate.set()
             await poll_until(lambda: exchange.is_done)
 
-    async def receive() -> Any:
-        await asyncio.Event().wait()
-
-    await EventStreamResponse(exchange, answer, {}, lambda: None)({}, receive, send)
+    watch = ClientWatch(never, exchange)
+    await EventStreamResponse(exchange, answer, {}, watch, lambda: None)({}, never, send)
     assert len(bodies) == 2
     assert bodies[1].count(b'"text"') == 1
     assert bodies[1].endswith(b"data: [DONE]\n\n")
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("is_complete", [False, True])
+async def test_a_client_that_reads_nothing_is_given_up_after_the_deadline(
+    gateway: RunningGateway, fake: FakeDecode, is_complete: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else whoever opens streams and leaves them alone holds all the places there are."""
+    monkeypatch.setattr(sse, "STALL_S", 0.01)
+    ids = gateway.ids("the one two")
+    fake.script = lambda _: Script(ids, gate=None if is_complete else asyncio.Event(), gate_at=1)
+    exchange = started_exchange(gateway, len(ids), timeout_ms=100)
+    await exchange.wait()
+    if is_complete:
+        await poll_until(lambda: exchange.is_done)
+    before = ended("deadline_exceeded")
+    answer = CompletionFormat("slow", "tiny", 0, gateway.tokenizer, usage=False, token_ids=False)
+    freed: list[bool] = []
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.body":
+            await never()
+
+    watch = ClientWatch(never, exchange)
+    response = EventStreamResponse(exchange, answer, {}, watch, lambda: freed.append(True))
+    await asyncio.wait_for(response({}, never, send), 10)
+    assert freed == [True]
+    assert ended("deadline_exceeded") == before + 1
+    assert gateway.gateway.decode_client.num_requests() == 0

@@ -10,10 +10,18 @@ from pathlib import Path
 import openai
 import pytest
 import pytest_asyncio
+from structlog.testing import capture_logs
 
 from isthmus.common import metrics
 from isthmus.common.config import ClusterConfig, GatewayConfig
-from isthmus.common.errors import InternalError, InvalidRequestError, OutOfBlocksError
+from isthmus.common.errors import (
+    CapacityError,
+    InternalError,
+    InvalidRequestError,
+    OutOfBlocksError,
+)
+from isthmus.common.types import RouteDecision
+from isthmus.gateway.router_client import ChoiceQuery, RouterClient
 from isthmus.protos.v1 import common_pb2
 from tests.support.fake_decode import FakeDecode, Script
 from tests.support.gateway_server import RunningGateway, running_gateway
@@ -273,3 +281,25 @@ def text_of(answer: str, stream: bool) -> str:
     events = [line.removeprefix("data: ") for line in answer.splitlines() if line.startswith("d")]
     chunks = [json.loads(event) for event in events if event != "[DONE]"]
     return "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks)
+
+
+@pytest.mark.asyncio
+async def test_no_place_for_a_second_choice_ends_the_request_and_is_no_fault(
+    gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first choice ends with its first token, which is when the second one is sent."""
+    route = RouterClient.route
+
+    def only_once(self: RouterClient, query: ChoiceQuery) -> RouteDecision:
+        if "-1." in query.request_id:
+            raise CapacityError("every place is taken", stage="route")
+        return route(self, query)
+
+    monkeypatch.setattr(RouterClient, "route", only_once)
+    body = {"model": "tiny", "prompt": "x", "n": 2, "stop": TEXT[:3]}
+    with capture_logs() as lines:
+        async with gateway.http() as client:
+            answer = await client.post("/v1/completions", json=body)
+    assert answer.status_code == 503
+    assert answer.json()["error"]["message"].startswith("every place is taken")
+    assert not [line for line in lines if line["log_level"] == "error"]
