@@ -38,9 +38,19 @@ app.command("doctor")(doctor.doctor)
 app.add_typer(config.app, name="config")
 
 
+def _show_version(is_asked: bool) -> None:
+    if is_asked:
+        version()
+        raise typer.Exit
+
+
 @app.callback()
 def common(
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")] = False,
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Show the version.", callback=_show_version, is_eager=True),
+    ] = False,
 ) -> None:
     """Options before the command. ``--debug`` is read in ``main``, before anything can fail."""
 

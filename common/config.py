@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from isthmus.common.errors import ConfigError
 
@@ -43,7 +43,13 @@ class EngineConfig(Node):
         True, description="keep blocks of finished prompts for prompts that begin alike"
     )
     num_threads: int = Field(1, ge=1, description="CPU threads of the engine's kernels")
-    device: str = Field("cpu", description="cpu or cuda:N")
+    device: str = Field("cpu", description="cpu or cuda:N; of several ranks the first one's")
+    tp_size: int = Field(
+        1, ge=1, le=64, description="ranks (processes, devices) that hold an instance's model"
+    )
+    tp_timeout_ms: int = Field(
+        30_000, ge=1, description="longest wait of one rank for another within a step"
+    )
     async_scheduling: Literal["auto", "on", "off"] = Field(
         "auto", description="plan the next step while one runs; auto = on a GPU only"
     )
@@ -165,6 +171,16 @@ class ClusterConfig(Node):
     host: str = Field("127.0.0.1", description="address on which workers listen")
     state_dir: str = Field("", description="run-time state; default: the user's state folder")
 
+    @model_validator(mode="after")
+    def _reservations_outlive_requests(self) -> ClusterConfig:
+        ttl_ms, timeout_ms = self.router.reservation_ttl_ms, self.gateway.request_timeout_ms
+        if ttl_ms <= timeout_ms:
+            raise ValueError(
+                f"router.reservation_ttl_ms ({ttl_ms}) must be more than gateway.request_timeout_ms"
+                f" ({timeout_ms}), else the router forgets requests that still wait"
+            )
+        return self
+
 
 # Others of one level are not part of the tree: processes pass things to each other in some.
 _TOP_TEXTS = frozenset(
@@ -237,7 +253,9 @@ def _explain(error: ValidationError) -> list[str]:
     lines = []
     for problem in error.errors():
         path = ".".join(str(part) for part in problem["loc"])
-        if problem["type"] == "extra_forbidden":
+        if not path:  # of the whole tree, and names its keys itself
+            lines.append(problem["msg"].removeprefix("Value error, "))
+        elif problem["type"] == "extra_forbidden":
             lines.append(f"unknown key '{path}'{_nearest(problem['loc'])}")
         else:
             lines.append(f"{path}: {problem['msg']} (got {problem['input']!r})")

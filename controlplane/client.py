@@ -15,6 +15,8 @@ from isthmus.protos.convert import info_from_pb, load_from_pb, role_from_pb, rol
 from isthmus.protos.v1 import control_pb2, control_pb2_grpc, instance_pb2, instance_pb2_grpc
 
 CALL_TIMEOUT_S = 3.0
+SCALE_MARGIN_S = 30.0
+"""Beyond the drains: processes that are ended by force, and the start of new ones."""
 _T = TypeVar("_T")
 
 
@@ -54,12 +56,17 @@ async def cluster_status(control_address: str) -> ClusterStatus:
     )
 
 
-async def scale(control_address: str, role: Role, replicas: int) -> int:
-    """Sets the wanted replicas of a role and returns the old number. Waits for drains."""
+async def scale(control_address: str, role: Role, replicas: int, drain_ms: int) -> int:
+    """Sets the wanted replicas of a role and returns the old number.
+
+    Waits for drains, of which each may take ``drain_ms``: those that leave together, and those of
+    a change that is still under way.
+    """
+    timeout_s = 2 * drain_ms / 1000 + SCALE_MARGIN_S
     async with create_channel(control_address) as channel:
         stub = control_pb2_grpc.ControlServiceStub(channel)
         request = control_pb2.ScaleRequest(role=role_to_pb(role), replicas=replicas)
-        reply = await _call(stub.Scale(request, timeout=60.0), control_address)
+        reply = await _call(stub.Scale(request, timeout=timeout_s), control_address)
     return int(reply.old_replicas)
 
 

@@ -185,6 +185,7 @@ class Cluster:
             gateway_url=f"http://{self.gateway_address}",
             model=self.model,
             log_dir=str(log_folder(self._config)),
+            drain_ms=self._config.lifecycle.drain_ms,
         )
         write_state(state_folder(self._config), state)
         return state

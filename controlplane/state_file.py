@@ -28,6 +28,8 @@ class ClusterState(msgspec.Struct, frozen=True):
     log_dir: str
     is_ready: bool = False
     """Whether the cluster has been ready once."""
+    drain_ms: int = 10_000
+    """How long one of its instances may take to leave."""
 
 
 def state_folder(config: ClusterConfig) -> Path:

@@ -22,7 +22,7 @@ def scale(
 ) -> None:
     """Start or drain instances until a role has the wanted number of them."""
     state = running_cluster(name, state_dir)
-    old = asyncio.run(client.scale(state.control_address, role, replicas))
+    old = asyncio.run(client.scale(state.control_address, role, replicas, state.drain_ms))
     if output is OutputFormat.JSON:
         print_json({"role": role, "old_replicas": old, "new_replicas": replicas})
     else:

@@ -45,6 +45,7 @@ def run(
 
 def test_version_in_both_forms(run: Run) -> None:
     assert run("version")[1].startswith("isthmus 0.")
+    assert run("--version") == run("version")
     assert json.loads(run("version", "--output", "json")[1])["version"].startswith("0.")
 
 

@@ -63,6 +63,11 @@ def test_variables_of_one_level_set_texts_at_the_top() -> None:
         ("gateway: {port: x}", "gateway.port: Input should be a valid integer"),
         ("model: {dtype: float16}", "model.dtype: "),
         ("prefill:", "prefill: Input should be a valid dictionary"),
+        (
+            "gateway: {request_timeout_ms: 660000}",
+            "router.reservation_ttl_ms (660000) must be more than gateway.request_timeout_ms "
+            "(660000), else the router forgets requests that still wait",
+        ),
         ("- 1", "must hold a mapping, not list"),
         ("a: [", "is not valid YAML"),
     ],

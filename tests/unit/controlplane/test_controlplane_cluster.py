@@ -204,9 +204,9 @@ async def test_control_service_lists_scales_and_stops(tmp_path: Path, free_port:
         assert (decode.instance_id, decode.role, decode.info) == ("decode-0", Role.DECODE, INFO)
         assert decode.load is None  # nobody listens at its address
 
-        assert await client.scale(address, Role.DECODE, 2) == 1
+        assert await client.scale(address, Role.DECODE, 2, drain_ms=1_000) == 1
         await bench.started("decode-0", "decode-1")
-        assert await client.scale(address, Role.DECODE, 1) == 2
+        assert await client.scale(address, Role.DECODE, 1, drain_ms=1_000) == 2
         assert bench.workers.alive() == ["decode-0"]
 
         await client.shut_down(address, "enough")
