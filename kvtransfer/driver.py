@@ -19,7 +19,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum
@@ -27,6 +27,7 @@ from typing import Protocol, TypeVar
 
 from isthmus.common.clock import Clock
 from isthmus.common.errors import IsthmusError, TransferError, TransferTimeoutError
+from isthmus.kvtransfer.copies import Copies
 from isthmus.kvtransfer.interface import (
     Connector,
     CopyOp,
@@ -68,15 +69,15 @@ class Write:
     """One write on its way. ``expires_ns`` is monotonic: it is never posted from then on."""
 
     peer: PeerName
-    ops: tuple[CopyOp, ...]
+    ops: Sequence[CopyOp]
     notification: bytes
     expires_ns: int
     owner: WriteOwner
     handle: WriteHandle | None = None
+    num_bytes: int = field(init=False)
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(op.num_bytes for op in self.ops)
+    def __post_init__(self) -> None:
+        self.num_bytes = Copies.of(self.ops).num_bytes
 
 
 @dataclass(slots=True)

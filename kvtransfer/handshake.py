@@ -97,8 +97,14 @@ def _check_layout(ours: TransferOffer, theirs: TransferOffer) -> None:
             f"ranks: {len(ours.ranks)} here, {len(theirs.ranks)} at {theirs.instance.instance_id}",
             stage=_STAGE,
         )
-    layout = theirs.ranks[0].layout
-    check_plannable(ours.ranks[0].layout, layout)
+    ours_layout, layout = ours.ranks[0].layout, theirs.ranks[0].layout
+    check_plannable(ours_layout, layout)
+    for name, here, there in (
+        ("tp_size", ours_layout.tp_size, layout.tp_size),
+        ("tp_rank", ours_layout.tp_rank, layout.tp_rank),
+    ):
+        if here != there:  # plannable, but one rank of each is all that a manager drives
+            raise LayoutMismatchError(f"{name}: {here} here, {there} there", stage=_STAGE)
     if theirs.layout_hash != ours.layout_hash or layout.compat_hash != theirs.layout_hash:
         raise LayoutMismatchError(
             f"layout hash: {ours.layout_hash} here, {theirs.layout_hash} at "

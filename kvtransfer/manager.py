@@ -136,7 +136,7 @@ class TransferManager:
     def open_receive(self, ticket: TransferTicket) -> ReceiveSession:
         """For the decode side, before the ticket leaves. Raises StaleEpochError,
         LayoutMismatchError, DeadlineError or TransferError (target blocks that cannot be right)."""
-        self._check_ticket(ticket, ticket.target, self._num_blocks)
+        self._check_ticket(ticket, ticket.target, self._layout, self._num_blocks)
         self._peers.check_epoch(ticket.source)
         if ticket.transfer_id in self._receives:
             raise TransferError("this transfer id is in use", stage="transfer")
@@ -163,7 +163,7 @@ class TransferManager:
                 stage="transfer",
                 instance_id=ticket.target.instance_id,
             )
-        self._check_ticket(ticket, ticket.source, peer.rank.num_blocks)
+        self._check_ticket(ticket, ticket.source, peer.rank.layout, peer.rank.num_blocks)
         if ticket.transfer_id in self._sends:
             raise TransferError("this transfer id is in use", stage="transfer")
         route = Route(peer.name, self._layout, self._num_blocks, peer.rank.layout)
@@ -194,15 +194,17 @@ class TransferManager:
         assert set(self._opened_ns) <= open_ids, "a session left its opening time behind"
 
     def _check_ticket(
-        self, ticket: TransferTicket, addressee: InstanceRef, num_target_blocks: int
+        self,
+        ticket: TransferTicket,
+        addressee: InstanceRef,
+        target: KvLayout,
+        num_target_blocks: int,
     ) -> None:
         if self._is_closed:
             raise TransferError("this instance is shutting down", stage="transfer")
         if self._has_failed:
             raise TransferError("the poller failed", stage="transfer")
-        check_ticket(
-            ticket, addressee, self._me, self._layout, num_target_blocks, self._clock.now_ns()
-        )
+        check_ticket(ticket, addressee, self._me, target, num_target_blocks, self._clock.now_ns())
 
     def _deadline_ns(self, ticket: TransferTicket) -> int:
         """Monotonic."""

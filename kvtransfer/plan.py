@@ -1,10 +1,16 @@
-"""Which bytes go where: pure functions from layouts and block ids to copies.
+"""Which bytes go where: pure functions from layouts, block ids and token ranges to copies.
 
 ::
 
-    source blocks   7  8  9  3        offsets in the two stores, block_bytes apart
-    target blocks   0  1  2  5
-    copies         [7 8 9 → 0 1 2] [3 → 5]      neighbours on both sides become one copy
+    tokens of the sequence      0        16        32        48        64
+    source, blocks of 16        │   7    │    8    │    9    │    3    │
+    target, blocks of 32        │        0         │         5         │
+    one piece each              [7 → 0…] [8 → …0]  [9 → 5…]  [3 → …5]
+
+A piece is a run of tokens that lie in one block on either side; one copy moves the widest part of
+a block in which it is contiguous on both sides: the whole block where blocks and heads are alike,
+the K or V of the shared heads of one layer where only the heads differ, one head's tokens where the
+blocks differ. Neighbours on both sides become one copy.
 
 A plan belongs to one pair of ranks and depends on nothing but its arguments. What the two layouts
 may differ in is decided here alone: callers pass both and never compare them themselves.
@@ -13,64 +19,194 @@ may differ in is decided here alone: callers pass both and never compare them th
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
 
 from isthmus.common.errors import LayoutMismatchError
 from isthmus.common.ids import BlockId
-from isthmus.common.kv_layout import KvLayout
-from isthmus.kvtransfer.interface import CopyOp
+from isthmus.common.kv_layout import PLANES, KvLayout, head_ranges
+from isthmus.kvtransfer.copies import Copies, Rows, joined
+
+Tokens = npt.NDArray[np.int64]
+
+_ORDER = "HND"
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """Blocks of one rank. ``first_token`` is the position of the first token of ``block_ids[0]``, a
+    multiple of the block size; the blocks hold consecutive tokens."""
+
+    layout: KvLayout
+    block_ids: Sequence[BlockId]
+    first_token: int = 0
+
+
+class _Grain(Enum):
+    """What one copy takes of a block, before neighbours are joined."""
+
+    BLOCK = "block"
+    LAYER = "layer"
+    PLANE = "plane"  # the K, or the V, or the latents of one layer
+    HEAD = "head"
 
 
 def check_plannable(here: KvLayout, there: KvLayout) -> None:
-    """Raises LayoutMismatchError, naming every differing field, when no plan joins the two."""
-    differing = [here.difference(there)] if here.difference(there) else []
-    differing += [
-        f"{name}: {ours} here, {theirs} there"
-        for name, ours, theirs in (
-            ("tp_size", here.tp_size, there.tp_size),
-            ("tp_rank", here.tp_rank, there.tp_rank),
-        )
-        if ours != theirs
-    ]
-    if differing:
-        raise LayoutMismatchError(
-            f"KV layouts do not match: {', '.join(differing)}", stage="handshake"
-        )
+    """Raises LayoutMismatchError, naming both values of what differs, when no plan joins them."""
+    if difference := here.difference(there):
+        raise LayoutMismatchError(f"KV layouts do not match: {difference}", stage="handshake")
+    for where, layout in (("here", here), ("there", there)):
+        if problem := _problem(layout):
+            raise LayoutMismatchError(f"KV layout {where}: {problem}", stage="handshake")
+
+
+def blocks_of(tokens: range, block_size: int) -> range:
+    """Indices of the blocks that hold ``tokens``."""
+    return range(tokens.start // block_size, -(-tokens.stop // block_size))
+
+
+def shared_heads(source: KvLayout, target: KvLayout) -> range:
+    """The model's KV heads that ``source``'s rank sends to ``target``'s: every head of a target
+    rank comes from exactly one source rank. Ranks with copies of one head take turns at those
+    target ranks that want it."""
+    ours, theirs = source.heads, target.heads
+    shared = range(max(ours.start, theirs.start), min(ours.stop, theirs.stop))
+    copies = source.tp_size // source.model_kv_heads
+    if copies < 2 or not shared:
+        return shared
+    earlier = head_ranges(target.model_kv_heads, target.tp_size)[: target.tp_rank]
+    turn = sum(shared.start in heads for heads in earlier)
+    return shared if source.tp_rank % copies == turn % copies else range(0)
+
+
+def first_needed(layout: KvLayout, num_tokens: int) -> Tokens:
+    """[L]: the first token of a prompt of ``num_tokens`` that a layer still looks at from the
+    next position on: the first of all without a window."""
+    windows = np.zeros(layout.num_layers, dtype=np.int64)
+    windows[: len(layout.windows)] = layout.windows
+    return np.where(windows > 0, np.maximum(0, num_tokens + 1 - windows), 0)
 
 
 def plan_copies(
-    source: KvLayout,
-    target: KvLayout,
-    source_block_ids: Sequence[BlockId],
-    target_block_ids: Sequence[BlockId],
-) -> tuple[CopyOp, ...]:
-    """Copies that bring ``source_block_ids[i]`` to ``target_block_ids[i]``, all layers.
+    source: Side, target: Side, tokens: range, needed_from: Tokens | None = None
+) -> Copies:
+    """Copies that bring the KV of ``tokens`` from ``source`` to ``target``, in token order.
 
-    Order is kept; neighbouring pairs are joined. Raises LayoutMismatchError as check_plannable does
-    and ValueError when the two lists differ in length.
+    Tokens of the target before ``tokens`` are not touched; what the slots behind them in the last
+    block hold afterwards is undefined. ``needed_from`` [L] (see ``first_needed``): for a layer of
+    which a target block holds only earlier tokens the block is not moved.
+
+    Raises LayoutMismatchError as check_plannable does, and ValueError when a side's blocks do not
+    hold the tokens.
     """
+    heads = _planned_heads(source.layout, target.layout)
+    _check_holds(source, tokens)
+    _check_holds(target, tokens)
+    if not tokens or not heads:
+        return joined(*np.empty((3, 0), dtype=np.int64))
+    size = target.layout.block_size
+    is_alike = source.layout.block_size == size and tokens.start % size == 0
+    starts, lengths = _whole_blocks(tokens, size) if is_alike else _pieces(source, target, tokens)
+    grain = _grain(source.layout, target.layout, heads, is_alike, needed_from is not None)
+    columns = [_offsets(side, starts, heads, grain) for side in (source, target)]  # [P, L, K]
+    columns.append(np.broadcast_to(_sizes(target, lengths, heads, grain), columns[0].shape))
+    if needed_from is not None:
+        block_ends = (starts // size + 1) * size
+        moves = block_ends[:, None] > needed_from  # [P, L]
+        columns = [column[moves] for column in columns]
+    return joined(*(column.ravel() for column in columns))
+
+
+@lru_cache(maxsize=256)  # layouts of a pair do not change from chunk to chunk
+def _planned_heads(source: KvLayout, target: KvLayout) -> range:
     check_plannable(source, target)
-    block_bytes = source.block_bytes
-    copies: list[CopyOp] = []
-    for first, length in _runs(source_block_ids, target_block_ids):
-        copies.append(
-            CopyOp(
-                source_offset=source_block_ids[first] * block_bytes,
-                target_offset=target_block_ids[first] * block_bytes,
-                num_bytes=length * block_bytes,
-            )
+    return shared_heads(source, target)
+
+
+def _problem(layout: KvLayout) -> str:
+    if layout.kind not in PLANES or layout.order != _ORDER:
+        return f"kind {layout.kind} in order {layout.order} is not known here"
+    try:
+        heads = layout.heads
+    except (ValueError, IndexError, ZeroDivisionError) as error:
+        return f"rank {layout.tp_rank} of {layout.tp_size}: {error}"
+    if len(heads) != layout.num_kv_heads:
+        return (
+            f"rank {layout.tp_rank} of {layout.tp_size} holds {layout.num_kv_heads} KV heads, "
+            f"expected {len(heads)} of {layout.model_kv_heads}"
         )
-    return tuple(copies)
+    return "" if layout.block_size > 0 else f"block_size {layout.block_size}"
 
 
-def _runs(source: Sequence[BlockId], target: Sequence[BlockId]) -> list[tuple[int, int]]:
-    """(first index, length) of the longest stretches that are consecutive on both sides."""
-    runs: list[tuple[int, int]] = []
-    start = 0
-    for index, pair in enumerate(zip(source, target, strict=True)):
-        joins = index > start and pair == (source[index - 1] + 1, target[index - 1] + 1)
-        if not joins and index > start:
-            runs.append((start, index - start))
-            start = index
-    if source:
-        runs.append((start, len(source) - start))
-    return runs
+def _check_holds(side: Side, tokens: range) -> None:
+    size = side.layout.block_size
+    end = side.first_token + len(side.block_ids) * size
+    if side.first_token % size or tokens.start < side.first_token or tokens.stop > end:
+        raise ValueError(
+            f"blocks of tokens [{side.first_token}, {end}) do not hold "
+            f"[{tokens.start}, {tokens.stop})"
+        )
+
+
+def _whole_blocks(tokens: range, size: int) -> tuple[Tokens, Tokens]:
+    starts = np.arange(tokens.start, tokens.stop, size, dtype=np.int64)
+    return starts, np.full_like(starts, size)
+
+
+def _pieces(source: Side, target: Side, tokens: range) -> tuple[Tokens, Tokens]:
+    """(first token, tokens) of the runs that lie in one block on either side."""
+    borders = [np.array([tokens.start], dtype=np.int64)]
+    for size in {source.layout.block_size, target.layout.block_size}:
+        first = (tokens.start // size + 1) * size
+        borders.append(np.arange(first, tokens.stop, size, dtype=np.int64))
+    starts = np.unique(np.concatenate(borders))
+    return starts, np.diff(starts, append=tokens.stop)
+
+
+def _grain(
+    source: KvLayout, target: KvLayout, heads: range, is_alike: bool, is_by_layer: bool
+) -> _Grain:
+    if not is_alike:
+        return _Grain.HEAD
+    if not len(heads) == source.num_kv_heads == target.num_kv_heads:
+        return _Grain.PLANE
+    return _Grain.LAYER if is_by_layer else _Grain.BLOCK
+
+
+def _offsets(side: Side, starts: Tokens, heads: range, grain: _Grain) -> Rows:
+    """[P, L, K]: where each copy of each piece begins in the side's store; L and K are 1 where one
+    copy takes all layers, or all of a layer."""
+    layout, size = side.layout, side.layout.block_size
+    blocks = np.asarray(side.block_ids, dtype=np.int64)[(starts - side.first_token) // size]
+    pieces = blocks * layout.block_bytes + starts % size * layout.vector_bytes
+    return pieces[:, None, None] + _parts(layout, heads, grain)
+
+
+def _parts(layout: KvLayout, heads: range, grain: _Grain) -> Rows:
+    """[L, K]: offsets within a block."""
+    if grain is _Grain.BLOCK:
+        return np.zeros((1, 1), dtype=np.int64)
+    layers = np.arange(layout.num_layers, dtype=np.int64)[:, None] * layout.layer_bytes
+    if grain is _Grain.LAYER:
+        return layers
+    planes = np.arange(layout.num_planes, dtype=np.int64) * layout.layer_kv_bytes
+    own = np.arange(heads.start, heads.stop if grain is _Grain.HEAD else heads.start + 1)
+    in_plane = (own - layout.heads.start) * layout.block_size * layout.vector_bytes
+    return layers + (planes[:, None] + in_plane).reshape(1, -1)
+
+
+def _sizes(target: Side, lengths: Tokens, heads: range, grain: _Grain) -> Rows:
+    """[P, 1, 1]: bytes of one copy of each piece."""
+    layout = target.layout
+    if grain is _Grain.HEAD:
+        return (lengths * layout.vector_bytes)[:, None, None]
+    whole = {
+        _Grain.BLOCK: layout.block_bytes,
+        _Grain.LAYER: layout.layer_bytes,
+        _Grain.PLANE: len(heads) * layout.block_size * layout.vector_bytes,
+    }
+    return np.full((len(lengths), 1, 1), whole[grain], dtype=np.int64)

@@ -32,7 +32,7 @@ from isthmus.common.transfer import TransferTicket
 from isthmus.kvtransfer.driver import MAX_WRITE_BYTES, Outcome, Write
 from isthmus.kvtransfer.interface import PeerName
 from isthmus.kvtransfer.notification import Flags, Notification
-from isthmus.kvtransfer.plan import plan_copies
+from isthmus.kvtransfer.plan import Side, blocks_of, plan_copies
 
 
 class SendState(Enum):
@@ -121,33 +121,50 @@ class SendSession:
         return self._error
 
     @property
+    def target_block_size(self) -> int:
+        return self._route.target.block_size
+
+    @property
     def is_quiet(self) -> bool:
         """True when the session has ended and reads no source block any more."""
         return self._quiet.is_set()
 
     # --- for the worker ------------------------------------------------------------------------
 
-    def push(self, first_index: int, source_block_ids: Sequence[BlockId], is_last: bool) -> None:
-        """Writes ``source_block_ids`` into ``ticket.target_block_ids[first_index:…]``, in one or
-        more chunks. Pushes come in order without gaps; the last one ends at the ticket's end.
+    def push(
+        self,
+        first_index: int,
+        source_block_ids: Sequence[BlockId],
+        is_last: bool,
+        num_blocks: int | None = None,
+    ) -> None:
+        """Writes ``num_blocks`` target blocks from ``ticket.target_block_ids[first_index]`` on, in
+        one or more chunks. ``source_block_ids`` hold their tokens (see ``source_blocks``), in order;
+        there are as many where both sides' blocks are of one size. Pushes come in order without
+        gaps; the last one ends at the ticket's end.
 
         Raises what ended the session when it has ended, and ValueError for a push that breaks the
         order or names a block that is not there.
         """
         if self._error is not None:
             raise self._error
-        self._check_push(first_index, source_block_ids, is_last)
+        num_blocks = len(source_block_ids) if num_blocks is None else num_blocks
+        end = first_index + num_blocks
+        self._check_push(first_index, end, source_block_ids, is_last)
         if self._state is SendState.CONNECTED:
             self._state = SEND_TRANSITIONS.check(self._state, SendState.STREAMING)
         if is_last:
             self._state = SEND_TRANSITIONS.check(self._state, SendState.DRAINING_NIC)
-        self._next_index += len(source_block_ids)
-        for start, end in self._pieces(len(source_block_ids)):
-            self._push_chunk(
-                first_index + start,
-                source_block_ids[start:end],
-                is_last=is_last and end == len(source_block_ids),
-            )
+        self._next_index = end
+        first_token = self.source_blocks(first_index, end).start * self._route.source.block_size
+        source = Side(self._route.source, source_block_ids, first_token)
+        for start, stop in self._chunks(first_index, end):
+            self._push_chunk(start, stop, source, is_last=is_last and stop == end)
+
+    def source_blocks(self, first_index: int, stop_index: int) -> range:
+        """Which blocks of the sequence hold, on this side, the tokens of the ticket's target blocks
+        ``[first_index, stop_index)``."""
+        return blocks_of(self._tokens(first_index, stop_index), self._route.source.block_size)
 
     async def drained(self) -> None:
         """Returns when every write is done after the last push, else raises what ended the
@@ -205,34 +222,50 @@ class SendSession:
 
     # --- inside --------------------------------------------------------------------------------
 
-    def _check_push(self, first_index: int, block_ids: Sequence[BlockId], is_last: bool) -> None:
-        end = first_index + len(block_ids)
+    def _check_push(
+        self, first_index: int, end: int, block_ids: Sequence[BlockId], is_last: bool
+    ) -> None:
         if self._state is SendState.DRAINING_NIC or self._state is SendState.DONE:
             raise ValueError("push after the last push")
         if first_index != self._next_index:
             raise ValueError(f"push at block {first_index}, expected {self._next_index}")
-        if not block_ids or end > self.ticket.num_blocks:
+        if not first_index < end <= self.ticket.num_blocks:
             raise ValueError(f"push of blocks [{first_index}, {end}) of {self.ticket.num_blocks}")
         if is_last != (end == self.ticket.num_blocks):
             raise ValueError(f"is_last={is_last} at block {end} of {self.ticket.num_blocks}")
+        if len(block_ids) != len(self.source_blocks(first_index, end)):
+            raise ValueError(
+                f"{len(block_ids)} source blocks for target blocks [{first_index}, {end})"
+            )
         if not all(0 <= block < self._route.num_source_blocks for block in block_ids):
             raise ValueError(f"source blocks outside the store: {list(block_ids)}")
 
-    def _pieces(self, num_blocks: int) -> Iterator[tuple[int, int]]:
-        per_chunk = max(1, MAX_WRITE_BYTES // self._route.source.block_bytes)
-        for start in range(0, num_blocks, per_chunk):
-            yield start, min(start + per_chunk, num_blocks)
+    def _chunks(self, first_index: int, end: int) -> Iterator[tuple[int, int]]:
+        per_chunk = max(1, MAX_WRITE_BYTES // self._route.target.block_bytes)
+        for start in range(first_index, end, per_chunk):
+            yield start, min(start + per_chunk, end)
 
-    def _push_chunk(self, first_index: int, block_ids: Sequence[BlockId], is_last: bool) -> None:
-        end = first_index + len(block_ids)
-        target_ids = self.ticket.target_block_ids[first_index:end]
+    def _tokens(self, first_index: int, end: int) -> range:
+        """Of the ticket's target blocks ``[first_index, end)``."""
+        size = self._route.target.block_size
+        before = self.ticket.first_block
+        return range(
+            (before + first_index) * size, min((before + end) * size, self.ticket.num_tokens)
+        )
+
+    def _push_chunk(self, first_index: int, end: int, source: Side, is_last: bool) -> None:
+        target = Side(
+            self._route.target,
+            self.ticket.target_block_ids,
+            self.ticket.first_block * self._route.target.block_size,
+        )
         note = Notification(
             transfer_id=self.ticket.transfer_id,
             chunk=self.num_chunks,
             layer_first=0,
             layer_last=self._route.source.num_layers - 1,
             first_block=first_index,
-            num_blocks=len(block_ids),
+            num_blocks=end - first_index,
             flags=Flags.LAST if is_last else Flags.NONE,
         )
         self.num_chunks += 1
@@ -240,7 +273,7 @@ class SendSession:
         self._host.submit(
             Write(
                 peer=self._route.peer,
-                ops=plan_copies(self._route.source, self._route.target, block_ids, target_ids),
+                ops=plan_copies(source, target, self._tokens(first_index, end)),
                 notification=note.encode(),
                 expires_ns=self.expires_ns,
                 owner=self,

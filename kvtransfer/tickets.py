@@ -20,12 +20,12 @@ def check_ticket(
     ticket: TransferTicket,
     addressee: InstanceRef,
     me: InstanceRef,
-    layout: KvLayout,
+    target: KvLayout,
     num_target_blocks: int,
     now_ns: int,
 ) -> None:
-    """``addressee`` is the ticket's source or target, whichever is on this side; ``now_ns`` is
-    unix time.
+    """``addressee`` is the ticket's source or target, whichever is on this side; ``target`` is the
+    layout of the target's blocks and ``now_ns`` unix time.
 
     Raises HandshakeError (version), StaleEpochError (meant for another instance or epoch),
     LayoutMismatchError, DeadlineError, or TransferError for target blocks that cannot be right.
@@ -42,19 +42,19 @@ def check_ticket(
             stage=_STAGE,
             instance_id=me.instance_id,
         )
-    if ticket.layout_hash != layout.compat_hash:
+    if ticket.layout_hash != target.compat_hash:
         raise LayoutMismatchError(
-            f"layout hash: {layout.compat_hash} here, {ticket.layout_hash} in the ticket",
+            f"layout hash: {target.compat_hash} here, {ticket.layout_hash} in the ticket",
             stage=_STAGE,
         )
     if now_ns >= ticket.deadline_ns:
         raise DeadlineError("the ticket's deadline has passed", stage=_STAGE)
-    _check_blocks(ticket, layout, num_target_blocks)
+    _check_blocks(ticket, target, num_target_blocks)
 
 
-def _check_blocks(ticket: TransferTicket, layout: KvLayout, num_target_blocks: int) -> None:
+def _check_blocks(ticket: TransferTicket, target: KvLayout, num_target_blocks: int) -> None:
     blocks = ticket.target_block_ids
-    end = -(-ticket.num_tokens // layout.block_size)
+    end = -(-ticket.num_tokens // target.block_size)
     if not blocks or ticket.first_block + len(blocks) != end:
         raise TransferError(
             f"{len(blocks)} target blocks from block {ticket.first_block} on do not hold "

@@ -74,8 +74,9 @@ class PrefillCall:
         self.updates: asyncio.Queue[PrefillUpdate | None] = asyncio.Queue()
         self._engine = engine
         self._clock = clock
+        # In blocks of the target, which may be of another size than the engine's.
         self._feed = ChunkFeed(
-            len(request.token_ids), engine.kv_layout.block_size, ticket.first_block
+            len(request.token_ids), session.target_block_size, ticket.first_block
         )
         self._timeline = Timeline()
         self._timeline.mark(Event.PREFILL_QUEUED, clock.now_ns())
@@ -124,12 +125,10 @@ class PrefillCall:
         if blocks is None:
             return
         table = self._engine.block_table(self.request.request_id)
+        first, stop = (index - self.ticket.first_block for index in (blocks.first, blocks.stop))
+        own = self.session.source_blocks(first, stop)
         try:
-            self.session.push(
-                blocks.first - self.ticket.first_block,
-                table[blocks.first : blocks.stop],
-                blocks.is_last,
-            )
+            self.session.push(first, table[own.start : own.stop], blocks.is_last, stop - first)
         except IsthmusError as error:
             self.fail(error)
             return

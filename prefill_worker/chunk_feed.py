@@ -31,7 +31,7 @@ def num_final_blocks(num_computed_tokens: int, num_tokens: int, block_size: int)
 
 
 class ChunkFeed:
-    """Hands out each block of one transfer once, in order."""
+    """Hands out each block of one transfer once, in order: blocks of the target's size."""
 
     def __init__(self, num_tokens: int, block_size: int, first_block: int) -> None:
         self._num_tokens = num_tokens

@@ -116,14 +116,12 @@ class PrefillWorker:
             raise InvalidRequestError(
                 f"request {request.request_id} is already being computed here", stage="prefill"
             )
-        block_size = self._runtime.engine.kv_layout.block_size
-        num_blocks = -(-len(request.token_ids) // block_size) - ticket.first_block
-        is_whole = ticket.num_tokens == len(request.token_ids) and ticket.num_blocks == num_blocks
+        # Whether its blocks hold the tokens is for the transfers, which know the target's layout.
+        is_whole = ticket.num_tokens == len(request.token_ids)
         if ticket.request_id != request.request_id or not is_whole:
             raise InvalidRequestError(
-                f"the ticket (request {ticket.request_id}, {ticket.num_tokens} tokens, "
-                f"{ticket.num_blocks} blocks from {ticket.first_block}) does not fit the request "
-                f"{request.request_id} of {len(request.token_ids)} tokens",
+                f"the ticket (request {ticket.request_id}, {ticket.num_tokens} tokens) does not "
+                f"fit the request {request.request_id} of {len(request.token_ids)} tokens",
                 stage="prefill",
             )
 

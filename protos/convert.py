@@ -283,6 +283,8 @@ def layout_to_pb(layout: KvLayout) -> pb.KvLayout:
         order=layout.order,
         tp_rank=layout.tp_rank,
         tp_size=layout.tp_size,
+        total_kv_heads=layout.total_kv_heads,
+        windows=layout.windows,
     )
 
 
@@ -298,6 +300,8 @@ def layout_from_pb(message: pb.KvLayout) -> KvLayout:
         order=message.order,
         tp_rank=message.tp_rank,
         tp_size=message.tp_size,
+        total_kv_heads=message.total_kv_heads,
+        windows=tuple(message.windows),
     )
 
 
@@ -343,6 +347,7 @@ def info_to_pb(info: InstanceInfo) -> pb.InstanceInfo:
         node=info.node,
         pid=info.pid,
         version=info.version,
+        rank_pids=info.rank_pids,
     )
 
 
@@ -366,6 +371,7 @@ def info_from_pb(message: pb.InstanceInfo) -> InstanceInfo:
         node=message.node,
         pid=message.pid,
         version=message.version,
+        rank_pids=tuple(message.rank_pids),
     )
 
 

@@ -15,8 +15,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
+import numpy as np
 
 from isthmus.common.errors import HandshakeError, TransferError
+from isthmus.kvtransfer.copies import Copies
 from isthmus.kvtransfer.interface import (
     CopyOp,
     MemoryRegion,
@@ -94,12 +96,9 @@ class LocalConnector:
             if peer not in self._peers or mailbox is None or self._region is None:
                 raise TransferError(f"{peer} is not a peer", stage="transfer")
             check_bounds(ops, self._region, self._peers[peer])
-            for op in ops:
-                ctypes.memmove(
-                    self._peers[peer].base_address + op.target_offset,
-                    self._region.base_address + op.source_offset,
-                    op.num_bytes,
-                )
+            there, here = self._peers[peer].base_address, self._region.base_address
+            for source, target, num_bytes in Copies.of(ops).rows.tolist():
+                ctypes.memmove(there + target, here + source, num_bytes)
             if notification:
                 mailbox.notifications.append((self._me, notification))
         handle = WriteHandle(next(self._handles))
@@ -125,9 +124,10 @@ class LocalConnector:
 
 def check_bounds(ops: Sequence[CopyOp], source: MemoryRegion, target: MemoryRegion) -> None:
     """Raises TransferError before the first byte when any copy leaves either region."""
-    for op in ops:
-        ends = (op.source_offset + op.num_bytes, op.target_offset + op.num_bytes)
-        if min(op.source_offset, op.target_offset) < 0 or op.num_bytes < 1:
-            raise TransferError(f"malformed copy {op}", stage="transfer")
-        if ends[0] > source.num_bytes or ends[1] > target.num_bytes:
-            raise TransferError(f"{op} leaves a region", stage="transfer")
+    copies = Copies.of(ops)
+    starts, num_bytes = copies.rows[:, :2], copies.rows[:, 2:]
+    malformed = (starts < 0).any(axis=1) | (num_bytes[:, 0] < 1)
+    leaving = (starts + num_bytes > (source.num_bytes, target.num_bytes)).any(axis=1)
+    for index in np.flatnonzero(malformed | leaving)[:1].tolist():
+        problem = "is malformed" if malformed[index] else "leaves a region"
+        raise TransferError(f"{copies[index]} {problem}", stage="transfer")

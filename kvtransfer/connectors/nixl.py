@@ -30,6 +30,7 @@ import numpy.typing as npt
 
 from isthmus.common.errors import HandshakeError, TransferError
 from isthmus.kvtransfer.connectors.local import check_bounds
+from isthmus.kvtransfer.copies import Copies, Rows
 from isthmus.kvtransfer.interface import (
     CopyOp,
     MemoryRegion,
@@ -238,36 +239,40 @@ class NixlConnector:
         if not ops:
             self._agent.send_notif(peer, notification)
             return None
-        indices = self._block_indices(ops)
+        rows = Copies.of(ops).rows
+        indices = self._block_indices(rows)
         if indices is not None:
             return self._agent.make_prepped_xfer(
                 "WRITE", self._local.blocks, indices[0], side.blocks, indices[1], notification
             )
         return self._agent.initialize_xfer(
             "WRITE",
-            self._descriptors(self._local, [(op.source_offset, op.num_bytes) for op in ops]),
-            self._descriptors(side, [(op.target_offset, op.num_bytes) for op in ops]),
+            self._descriptors(self._local, rows[:, 0], rows[:, 2]),
+            self._descriptors(side, rows[:, 1], rows[:, 2]),
             peer,
             notification,
         )
 
     def _block_indices(
-        self, ops: Sequence[CopyOp]
+        self, rows: Rows
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]] | None:
         """(source blocks, target blocks), or None when some copy is not of whole blocks."""
-        size = self._block_bytes
-        if any(
-            op.source_offset % size or op.target_offset % size or op.num_bytes % size for op in ops
-        ):
+        blocks, rest = np.divmod(rows, self._block_bytes)
+        if rest.any():
             return None
-        spans = [(op.source_offset, op.target_offset, op.num_bytes) for op in ops]
-        sources = [np.arange(s // size, (s + n) // size, dtype=np.int32) for s, _, n in spans]
-        targets = [np.arange(t // size, (t + n) // size, dtype=np.int32) for _, t, n in spans]
-        return np.concatenate(sources), np.concatenate(targets)
+        # Each copy's first blocks and those behind them, side by side.
+        within = np.arange(blocks[:, 2].sum()) - np.repeat(
+            np.cumsum(blocks[:, 2]) - blocks[:, 2], blocks[:, 2]
+        )
+        sources, targets = np.repeat(blocks[:, :2], blocks[:, 2], axis=0).T + within
+        return sources.astype(np.int32), targets.astype(np.int32)
 
-    def _descriptors(self, side: _Side, spans: Sequence[tuple[int, int]]) -> Any:
+    def _descriptors(self, side: _Side, offsets: Rows, sizes: Rows) -> Any:
         base, device = side.region.base_address, side.device_id
-        rows = [(base + offset, num_bytes, device) for offset, num_bytes in spans]
+        rows: npt.NDArray[np.uint64] = np.empty((len(offsets), 3), dtype=np.uint64)
+        rows[:, 0] = offsets.astype(np.uint64) + np.uint64(base)
+        rows[:, 1] = sizes
+        rows[:, 2] = device
         return self._agent.get_xfer_descs(rows, side.memory)
 
     def _advance(self, write: _OpenWrite, ask: Any) -> None:

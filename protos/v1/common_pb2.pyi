@@ -199,7 +199,7 @@ class InstanceRef(_message.Message):
     def __init__(self, instance_id: _Optional[str] = ..., epoch: _Optional[int] = ..., address: _Optional[str] = ...) -> None: ...
 
 class KvLayout(_message.Message):
-    __slots__ = ("model_fingerprint", "num_layers", "num_kv_heads", "head_dim", "block_size", "dtype", "kind", "order", "tp_rank", "tp_size")
+    __slots__ = ("model_fingerprint", "num_layers", "num_kv_heads", "head_dim", "block_size", "dtype", "kind", "order", "tp_rank", "tp_size", "total_kv_heads", "windows")
     MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
     NUM_KV_HEADS_FIELD_NUMBER: _ClassVar[int]
@@ -210,6 +210,8 @@ class KvLayout(_message.Message):
     ORDER_FIELD_NUMBER: _ClassVar[int]
     TP_RANK_FIELD_NUMBER: _ClassVar[int]
     TP_SIZE_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_KV_HEADS_FIELD_NUMBER: _ClassVar[int]
+    WINDOWS_FIELD_NUMBER: _ClassVar[int]
     model_fingerprint: str
     num_layers: int
     num_kv_heads: int
@@ -220,7 +222,9 @@ class KvLayout(_message.Message):
     order: str
     tp_rank: int
     tp_size: int
-    def __init__(self, model_fingerprint: _Optional[str] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., block_size: _Optional[int] = ..., dtype: _Optional[str] = ..., kind: _Optional[str] = ..., order: _Optional[str] = ..., tp_rank: _Optional[int] = ..., tp_size: _Optional[int] = ...) -> None: ...
+    total_kv_heads: int
+    windows: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, model_fingerprint: _Optional[str] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., block_size: _Optional[int] = ..., dtype: _Optional[str] = ..., kind: _Optional[str] = ..., order: _Optional[str] = ..., tp_rank: _Optional[int] = ..., tp_size: _Optional[int] = ..., total_kv_heads: _Optional[int] = ..., windows: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class LatencyModel(_message.Message):
     __slots__ = ("prefill_base", "prefill_token", "prefill_pair", "decode_base", "decode_seq", "decode_context")
@@ -239,7 +243,7 @@ class LatencyModel(_message.Message):
     def __init__(self, prefill_base: _Optional[float] = ..., prefill_token: _Optional[float] = ..., prefill_pair: _Optional[float] = ..., decode_base: _Optional[float] = ..., decode_seq: _Optional[float] = ..., decode_context: _Optional[float] = ...) -> None: ...
 
 class InstanceInfo(_message.Message):
-    __slots__ = ("instance_id", "role", "state", "epoch", "address", "metrics_address", "model", "model_path", "kv_layout", "num_blocks", "max_num_batched_tokens", "max_num_seqs", "max_model_len", "connector", "latency", "node", "pid", "version")
+    __slots__ = ("instance_id", "role", "state", "epoch", "address", "metrics_address", "model", "model_path", "kv_layout", "num_blocks", "max_num_batched_tokens", "max_num_seqs", "max_model_len", "connector", "latency", "node", "pid", "version", "rank_pids")
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -258,6 +262,7 @@ class InstanceInfo(_message.Message):
     NODE_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    RANK_PIDS_FIELD_NUMBER: _ClassVar[int]
     instance_id: str
     role: Role
     state: InstanceState
@@ -276,7 +281,8 @@ class InstanceInfo(_message.Message):
     node: str
     pid: int
     version: str
-    def __init__(self, instance_id: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., state: _Optional[_Union[InstanceState, str]] = ..., epoch: _Optional[int] = ..., address: _Optional[str] = ..., metrics_address: _Optional[str] = ..., model: _Optional[str] = ..., model_path: _Optional[str] = ..., kv_layout: _Optional[_Union[KvLayout, _Mapping]] = ..., num_blocks: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_model_len: _Optional[int] = ..., connector: _Optional[str] = ..., latency: _Optional[_Union[LatencyModel, _Mapping]] = ..., node: _Optional[str] = ..., pid: _Optional[int] = ..., version: _Optional[str] = ...) -> None: ...
+    rank_pids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, instance_id: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., state: _Optional[_Union[InstanceState, str]] = ..., epoch: _Optional[int] = ..., address: _Optional[str] = ..., metrics_address: _Optional[str] = ..., model: _Optional[str] = ..., model_path: _Optional[str] = ..., kv_layout: _Optional[_Union[KvLayout, _Mapping]] = ..., num_blocks: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_model_len: _Optional[int] = ..., connector: _Optional[str] = ..., latency: _Optional[_Union[LatencyModel, _Mapping]] = ..., node: _Optional[str] = ..., pid: _Optional[int] = ..., version: _Optional[str] = ..., rank_pids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class LoadReport(_message.Message):
     __slots__ = ("instance_id", "epoch", "seq", "at_unix_ns", "waiting_seqs", "waiting_tokens", "oldest_wait_ms", "running_seqs", "running_context_tokens", "num_blocks", "free_blocks", "held_blocks", "cached_blocks", "inflight_transfer_bytes", "step_ms", "steps")

@@ -1,18 +1,23 @@
-"""Bytes land where a numpy model says, for any block lists."""
+"""Bytes land where a numpy model says, for any block lists, block sizes and numbers of ranks."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
-from hypothesis import given
+import numpy.typing as npt
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isthmus.common.ids import BlockId
-from isthmus.kvtransfer.plan import plan_copies
+from isthmus.common.kv_layout import KvLayout, head_ranges
+from isthmus.kvtransfer.plan import Side, first_needed, plan_copies, shared_heads
 from tests.support.transfer_pair import LAYOUT
 
 NUM_BLOCKS = 12
+UNTOUCHED = 255
+Bytes = npt.NDArray[np.uint8]
 
 
 @st.composite
@@ -27,6 +32,11 @@ def pairs(draw: st.DrawFn) -> list[tuple[int, int]]:
     return [(draw(st.integers(0, NUM_BLOCKS - 1)), target) for target in targets]
 
 
+def sides(block_pairs: list[tuple[int, int]]) -> tuple[Side, Side]:
+    source, target = ([BlockId(pair[i]) for pair in block_pairs] for i in (0, 1))
+    return Side(LAYOUT, source), Side(LAYOUT, target)
+
+
 @given(pairs())
 def test_copies_equal_the_model(block_pairs: list[tuple[int, int]]) -> None:
     size = LAYOUT.block_bytes
@@ -35,23 +45,197 @@ def test_copies_equal_the_model(block_pairs: list[tuple[int, int]]) -> None:
     model = target.copy().reshape(NUM_BLOCKS, size)
     for source_block, target_block in block_pairs:
         model[target_block] = source.reshape(NUM_BLOCKS, size)[source_block]
-    source_ids = [BlockId(block) for block, _ in block_pairs]
-    target_ids = [BlockId(block) for _, block in block_pairs]
-    ops = plan_copies(LAYOUT, LAYOUT, source_ids, target_ids)
+    tokens = range(len(block_pairs) * LAYOUT.block_size)
+    ops = plan_copies(*sides(block_pairs), tokens)
     for op in ops:
         target[op.target_offset : op.target_offset + op.num_bytes] = source[
             op.source_offset : op.source_offset + op.num_bytes
         ]
     assert target.tobytes() == model.tobytes()
-    assert sum(op.num_bytes for op in ops) == len(block_pairs) * size
+    assert ops.num_bytes == len(block_pairs) * size
 
 
 @given(pairs())
 def test_no_two_copies_could_be_one(block_pairs: list[tuple[int, int]]) -> None:
-    source_ids = [BlockId(block) for block, _ in block_pairs]
-    target_ids = [BlockId(block) for _, block in block_pairs]
-    ops = plan_copies(LAYOUT, LAYOUT, source_ids, target_ids)
+    ops = plan_copies(*sides(block_pairs), range(len(block_pairs) * LAYOUT.block_size))
     for first, second in pairwise(ops):
         joins_source = first.source_offset + first.num_bytes == second.source_offset
         joins_target = first.target_offset + first.num_bytes == second.target_offset
         assert not (joins_source and joins_target)
+
+
+@dataclass(frozen=True)
+class Instance:
+    """All ranks of one instance: what lies where in their stores."""
+
+    ranks: tuple[KvLayout, ...]
+    block_ids: tuple[BlockId, ...]
+    first_token: int
+
+    @property
+    def block_size(self) -> int:
+        return self.ranks[0].block_size
+
+    def side(self, rank: int) -> Side:
+        return Side(self.ranks[rank], self.block_ids, self.first_token)
+
+    def stores(self) -> list[Bytes]:
+        """[N, L, K, G, B, D·bytes] per rank."""
+        return [
+            np.full(
+                (
+                    NUM_BLOCKS,
+                    layout.num_layers,
+                    layout.num_planes,
+                    layout.num_kv_heads,
+                    layout.block_size,
+                    layout.vector_bytes,
+                ),
+                UNTOUCHED,
+                dtype=np.uint8,
+            )
+            for layout in self.ranks
+        ]
+
+    def vectors(self, store: Bytes, token: int) -> Bytes:
+        """[L, K, G, D·bytes] of one token, as a view."""
+        index, slot = divmod(token - self.first_token, self.block_size)
+        return store[self.block_ids[index], :, :, :, slot]
+
+
+@st.composite
+def instances(draw: st.DrawFn, like: KvLayout, num_tokens: int, first: int) -> Instance:
+    """Blocks of a size of its own that hold the tokens from ``first`` or a little before on."""
+    size = draw(st.sampled_from([4, 8, 16]))
+    heads = like.model_kv_heads
+    tp_size = draw(st.sampled_from([n for n in (1, 2, 4) if n <= heads or n % heads == 0]))
+    first_token = draw(st.integers(0, first // size)) * size
+    num_blocks = -(-(num_tokens - first_token) // size)
+    block_ids = draw(st.permutations(range(NUM_BLOCKS)))[:num_blocks]
+    return Instance(
+        tuple(
+            replace(
+                like,
+                block_size=size,
+                num_kv_heads=len(own),
+                total_kv_heads=heads,
+                tp_rank=rank,
+                tp_size=tp_size,
+            )
+            for rank, own in enumerate(head_ranges(heads, tp_size))
+        ),
+        tuple(BlockId(block) for block in block_ids),
+        first_token,
+    )
+
+
+@st.composite
+def transfers(draw: st.DrawFn) -> tuple[Instance, Instance, range]:
+    kind = draw(st.sampled_from(["mha", "mha", "mla"]))
+    like = KvLayout(
+        "model",
+        num_layers=draw(st.integers(1, 3)),
+        num_kv_heads=1 if kind == "mla" else draw(st.integers(1, 4)),
+        head_dim=draw(st.sampled_from([1, 3])),
+        block_size=4,
+        dtype="bfloat16",
+        kind=kind,
+        windows=draw(st.sampled_from([(), (5,), (0, 9), (17, 0, 3)])),
+    )
+    like = replace(like, windows=like.windows[: like.num_layers])
+    num_tokens = draw(st.integers(1, 40))
+    start = draw(st.integers(0, num_tokens - 1))
+    source = draw(instances(like, num_tokens, start))
+    target = draw(instances(like, num_tokens, start))
+    return source, target, range(start, num_tokens)
+
+
+def copy_all(
+    source: Instance, target: Instance, tokens: range, stores: list[Bytes], windowed: bool
+) -> list[Bytes]:
+    """The target's stores after every pair of ranks has carried out its plan."""
+    results = target.stores()
+    needed = first_needed(target.ranks[0], tokens.stop) if windowed else None
+    written = [np.zeros(store.size, dtype=np.int64) for store in results]
+    for s, store in enumerate(stores):
+        for t, result in enumerate(results):
+            flat, raw = result.reshape(-1), store.reshape(-1)
+            for op in plan_copies(source.side(s), target.side(t), tokens, needed):
+                end = op.target_offset + op.num_bytes
+                flat[op.target_offset : end] = raw[
+                    op.source_offset : op.source_offset + op.num_bytes
+                ]
+                written[t][op.target_offset : end] += 1
+    assert all(counts.max(initial=0) <= 1 for counts in written), "a byte was written twice"
+    return results
+
+
+@given(transfers(), st.booleans())
+@settings(max_examples=150, deadline=None)
+def test_every_token_lands_whole_on_every_rank(
+    transfer: tuple[Instance, Instance, range], windowed: bool
+) -> None:
+    source, target, tokens = transfer
+    like = source.ranks[0]
+    shape = (tokens.stop, like.num_layers, like.num_planes, like.model_kv_heads, like.vector_bytes)
+    kv = np.random.default_rng(1).integers(0, UNTOUCHED, shape, dtype=np.uint8)  # [T, L, K, H, D]
+    stores = source.stores()
+    for layout, store in zip(source.ranks, stores, strict=True):
+        for token in range(source.first_token, tokens.stop):
+            source.vectors(store, token)[:] = kv[token][
+                :, :, layout.heads.start : layout.heads.stop
+            ]
+    results = copy_all(source, target, tokens, stores, windowed)
+
+    needed = first_needed(like, tokens.stop) if windowed else np.zeros(like.num_layers)
+    for layout, result in zip(target.ranks, results, strict=True):
+        others = result.copy()
+        for token in range(target.first_token, tokens.stop):
+            there = target.vectors(result, token)
+            target.vectors(others, token)[:] = UNTOUCHED
+            if token < tokens.start:
+                assert (there == UNTOUCHED).all(), token
+                continue
+            expected = kv[token][:, :, layout.heads.start : layout.heads.stop]
+            block_end = (token // layout.block_size + 1) * layout.block_size
+            for layer in range(like.num_layers):
+                if block_end > needed[layer]:
+                    assert (there[layer] == expected[layer]).all(), (token, layer)
+                else:
+                    assert (there[layer] == UNTOUCHED).all(), (token, layer)
+        others[target.block_ids[-1]] = UNTOUCHED  # its slots behind the last token are undefined
+        assert (others == UNTOUCHED).all()
+
+
+@given(transfers())
+@settings(deadline=None)
+def test_no_copy_between_unlike_blocks_could_be_joined(
+    transfer: tuple[Instance, Instance, range],
+) -> None:
+    source, target, tokens = transfer
+    for first, second in pairwise(plan_copies(source.side(0), target.side(0), tokens)):
+        joins_source = first.source_offset + first.num_bytes == second.source_offset
+        joins_target = first.target_offset + first.num_bytes == second.target_offset
+        assert not (joins_source and joins_target)
+
+
+@given(st.integers(1, 8), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4]))
+def test_each_head_of_a_target_rank_comes_from_one_source_rank(
+    heads: int, source_size: int, target_size: int
+) -> None:
+    for size in (source_size, target_size):
+        if size > heads and size % heads:
+            return
+
+    def layout(rank: int, size: int) -> KvLayout:
+        own = len(head_ranges(heads, size)[rank])
+        return replace(LAYOUT, num_kv_heads=own, total_kv_heads=heads, tp_rank=rank, tp_size=size)
+
+    for t in range(target_size):
+        target = layout(t, target_size)
+        sent = [
+            head
+            for s in range(source_size)
+            for head in shared_heads(layout(s, source_size), target)
+        ]
+        assert sorted(sent) == list(target.heads)

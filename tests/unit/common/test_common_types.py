@@ -32,12 +32,21 @@ def test_layouts_that_split_heads_differently_are_compatible() -> None:
     whole = KvLayout("m", 30, 6, 64, 16, "bfloat16")
     assert half.compat_hash == whole.compat_hash
     assert half.difference(whole) == ""
+    uneven = KvLayout("m", 30, 4, 64, 16, "bfloat16", tp_rank=1, tp_size=2, total_kv_heads=9)
+    assert uneven.heads == range(5, 9)
+    assert uneven.compat_hash == KvLayout("m", 30, 9, 64, 16, "bfloat16").compat_hash
+
+
+def test_layouts_of_unlike_block_sizes_are_compatible() -> None:
+    large = KvLayout("m", 30, 3, 64, 32, "bfloat16")
+    assert large.compat_hash == LAYOUT.compat_hash
+    assert large.difference(LAYOUT) == ""
 
 
 @pytest.mark.parametrize(
     ("other", "text"),
     [
-        (KvLayout("m", 30, 3, 64, 32, "bfloat16"), "block_size: 16 here, 32 there"),
+        (KvLayout("m", 30, 3, 64, 16, "bfloat16", windows=(8,)), "windows: () here, (8,) there"),
         (KvLayout("m", 30, 3, 64, 16, "float32"), "dtype: bfloat16 here, float32 there"),
         (KvLayout("n", 30, 3, 64, 16, "bfloat16"), "model_fingerprint: m here, n there"),
         (KvLayout("m", 30, 4, 64, 16, "bfloat16"), "kv_heads: 3 here, 4 there"),

@@ -42,6 +42,18 @@ def test_layout_is_looked_at_before_connector_and_memory() -> None:
         check_offer(OURS, theirs)
 
 
+def test_unlike_block_sizes_match() -> None:
+    large = replace(LAYOUT, block_size=16)
+    theirs = _with_rank(layout=large, num_blocks=2)
+    assert check_offer(OURS, theirs).layout.block_size == 16
+
+
+def test_unlike_numbers_of_ranks_in_a_layout_are_refused() -> None:
+    half = replace(LAYOUT, num_kv_heads=1, total_kv_heads=1, tp_size=2)
+    with pytest.raises(LayoutMismatchError, match="tp_size: 1 here, 2 there"):
+        check_offer(OURS, _with_rank(layout=half))
+
+
 def _with_rank(**changes: object) -> TransferOffer:
     return offer(ranks=(replace(offer().ranks[0], **changes),))  # type: ignore[arg-type]
 
