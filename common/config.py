@@ -53,6 +53,9 @@ class EngineConfig(Node):
     async_scheduling: Literal["auto", "on", "off"] = Field(
         "auto", description="plan the next step while one runs; auto = on a GPU only"
     )
+    cuda_graphs: bool = Field(
+        True, description="capture decode steps at start and replay them (GPU only)"
+    )
 
 
 class PoolConfig(Node):

@@ -59,6 +59,10 @@ class StepInput:
     def has_unknown_tokens(self) -> bool:
         return bool((self.sources != KNOWN).any())
 
+    def output_index(self, row: int) -> int:
+        """The index among its sequence's outputs of the token that ``sampled[row]`` gets."""
+        return self.sample_positions[row] - self.sampled[row].request.num_prompt_tokens
+
 
 def build_step_input(
     plan: StepPlan, block_size: int, sampled_before: Mapping[Sequence, int] | None = None
