@@ -139,9 +139,9 @@ class SendSession:
         num_blocks: int | None = None,
     ) -> None:
         """Writes ``num_blocks`` target blocks from ``ticket.target_block_ids[first_index]`` on, in
-        one or more chunks. ``source_block_ids`` hold their tokens (see ``source_blocks``), in order;
-        there are as many where both sides' blocks are of one size. Pushes come in order without
-        gaps; the last one ends at the ticket's end.
+        one or more chunks. ``source_block_ids`` hold their tokens (see ``source_blocks``): as many
+        where both sides' blocks are of one size. Pushes come in order without gaps; the last one
+        ends at the ticket's end.
 
         Raises what ended the session when it has ended, and ValueError for a push that breaks the
         order or names a block that is not there.
