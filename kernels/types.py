@@ -34,6 +34,43 @@ class PackedLinear:
         return self.data.numel() * self.data.element_size()
 
 
+@dataclass(frozen=True, slots=True)
+class Penalties:
+    """What each row of logits is made to avoid, by how often its sequence has each token.
+
+    The counts stand in tables with a row of their own for each sequence, [R, V], so that they can
+    stay on the device from step to step. A row that avoids nothing may name any row of the tables.
+    """
+
+    output_counts: torch.Tensor  # int32 [R, V], how often each token was put out
+    is_in_prompt: torch.Tensor  # bool [R, V]
+    table_rows: torch.Tensor  # int64 [K], the tables' row of each logits row
+    repetition: torch.Tensor  # float32 [K], 1 = off
+    presence: torch.Tensor  # float32 [K], 0 = off
+    frequency: torch.Tensor  # float32 [K], 0 = off
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRows:
+    """How the token of each of K rows is drawn; the fields mean what ``SamplingParams``' do."""
+
+    temperature: torch.Tensor  # float32 [K], 0 = greedy
+    top_k: torch.Tensor  # int32 [K], 0 = off
+    top_p: torch.Tensor  # float64 [K], 1 = off
+    min_p: torch.Tensor  # float32 [K], 0 = off
+    uniforms: torch.Tensor  # float64 [K], each from [0, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenScores:
+    """What ``describe_tokens`` finds; n alternatives, the likeliest first."""
+
+    logprobs: torch.Tensor  # float32 [K]
+    ranks: torch.Tensor  # int64 [K], 0 = most likely
+    top_ids: torch.Tensor  # int64 [K, n]
+    top_logprobs: torch.Tensor  # float32 [K, n]
+
+
 class Kernels(Protocol):
     """The operations of one implementation; all return fresh tensors unless said otherwise."""
 
@@ -113,4 +150,88 @@ class Kernels(Protocol):
         c·tanh(s / c). kv_scales as in ``rope_and_cache``. max_query_len and max_seq_len are the
         largest chunk and length, where the host knows them: without them a device is waited for.
         """
+        ...
+
+    def quantise_kv(
+        self, x: torch.Tensor, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x [..., D] → ([..., D] of ``dtype``, scales float32 [...]); x ≈ quantised · scale.
+
+        dtype is int8 or float8_e4m3fn. A scale brings its vector's largest element to the
+        largest number of the dtype, and rounding is to nearest even; zeros get scale 0.
+        """
+        ...
+
+    def dequantise_kv(
+        self, quantised: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """The inverse of ``quantise_kv``, as ``dtype``."""
+        ...
+
+    def copy_blocks(self, kv: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copies block source[i] of kv to block target[i]; source and target int64 [n].
+
+        Targets are distinct and none is a source. Here and below kv is a store
+        [N, L, 2, G, B, D] or its scales [N, L, 2, G, B], of any block stride.
+        """
+        ...
+
+    def gather_blocks(
+        self, kv: torch.Tensor, block_ids: torch.Tensor, first_head: int, num_heads: int
+    ) -> torch.Tensor:
+        """Heads first_head … first_head + num_heads − 1 of blocks int64 [n], side by side.
+
+        Returns [n, L, 2, num_heads, B, D], contiguous: what is sent to a rank of another
+        tensor-parallel size.
+        """
+        ...
+
+    def scatter_blocks(
+        self, staged: torch.Tensor, kv: torch.Tensor, block_ids: torch.Tensor, first_head: int
+    ) -> None:
+        """The inverse of ``gather_blocks``: writes staged [n, L, 2, G', B, D] to heads of kv.
+
+        Head i of staged becomes head first_head + i of the block; block_ids are distinct.
+        """
+        ...
+
+    def adjust_logits(
+        self,
+        logits: torch.Tensor,
+        *,
+        bias_ids: torch.Tensor | None = None,
+        biases: torch.Tensor | None = None,
+        penalties: Penalties | None = None,
+        bitmask: torch.Tensor | None = None,
+    ) -> None:
+        """Changes logits float32 [K, V] in place: adds biases, then penalises, then masks.
+
+        biases float32 [K, A] go to the tokens bias_ids int64 [K, A], distinct within a row; id −1
+        is padding. A token that the sequence has is divided by its repetition penalty where its
+        logit is positive, else multiplied (Keskar et al., "CTRL", 2019, §4.1); one that was put
+        out loses the presence penalty, then its count times the frequency penalty. bitmask int32
+        [K, ⌈V/32⌉]: bit i % 32 of word i // 32 is 0 for a token that must not come, which gets −∞.
+        """
+        ...
+
+    def draw_tokens(
+        self, logits: torch.Tensor, rows: SamplingRows
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """A token for each row of logits float32 [K, V] → (ids int64 [K], is_usable bool [K]).
+
+        Greedy takes the largest logit, the lowest id among equals. Else weights are
+        exp((logit − largest) / temperature), and the kept tokens are those among the top_k
+        likeliest, then among the fewest likeliest whose weight reaches top_p of the sum of those,
+        then with a weight of at least min_p; the lower id is the likelier of equals. The token is
+        the first, in order of ids, at which the running sum of kept weights passes the uniform's
+        share of it. A row is not usable, and its id is 0, when it holds a NaN or its largest
+        logit is not finite. A row's token depends on that row alone.
+        """
+        ...
+
+    def describe_tokens(
+        self, logits: torch.Tensor, token_ids: torch.Tensor, num_top: int
+    ) -> TokenScores:
+        """Log-probability and rank of token_ids int64 [K] in logits float32 [K, V], and those of
+        the num_top likeliest tokens of each row (all V at most); the lower id first of equals."""
         ...

@@ -14,7 +14,7 @@ from isthmus.kernels.triton.compilation import CompileCase
 
 
 @triton.jit
-def _rms_norm_kernel(  # noqa: PLR0917 - Triton passes by position
+def _rms_norm_kernel(
     out,  # [R, E]
     x,  # row r begins at (r // num_inner) · outer_stride + (r % num_inner) · inner_stride
     weight,  # [E]

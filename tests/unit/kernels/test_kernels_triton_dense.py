@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,7 +14,7 @@ pytest.importorskip("triton")
 
 from isthmus.kernels import reference
 from isthmus.kernels.tolerances import assert_close, tolerance_of
-from isthmus.kernels.triton import activation, norm
+from isthmus.kernels.triton import activation, norm, rope
 
 pytestmark = pytest.mark.interpreted
 
@@ -71,3 +74,84 @@ def test_silu_mul_keeps_its_ends() -> None:
     gate = torch.tensor([-200.0, -88.0, -0.0, 0.0, 88.0, 200.0])
     gate_up = torch.cat((gate, torch.ones(6)))[None]
     assert_close("silu_mul", activation.silu_mul(gate_up), reference.silu_mul(gate_up))
+
+
+@dataclass(frozen=True)
+class RopeCase:
+    """A call of ``rope_and_cache`` over random content, which the op changes in place."""
+
+    qkv: torch.Tensor  # [T, H + 2G, D]
+    kv: torch.Tensor
+    kv_scales: torch.Tensor | None
+    slots: torch.Tensor
+
+    def after(self, op: Callable[..., None]) -> RopeCase:
+        """A copy of the case, changed by ``op``."""
+        scales = None if self.kv_scales is None else self.kv_scales.clone()
+        done = replace(self, qkv=self.qkv.clone(), kv=self.kv.clone(), kv_scales=scales)
+        num_tokens, num_rows, head_dim = self.qkv.shape
+        num_kv_heads = self.kv.shape[3]
+        heads = [num_rows - 2 * num_kv_heads, num_kv_heads, num_kv_heads]
+        q, k, v = done.qkv.split(heads, dim=1)
+        cos_sin, positions = randn(50, head_dim), torch.arange(num_tokens) * 3 % 50
+        op(q, k, v, cos_sin, positions, done.kv, 1, self.slots, kv_scales=scales)
+        return done
+
+    @property
+    def codes(self) -> torch.Tensor:
+        """What quantised KV holds, as integers that order as their numbers do."""
+        return self.kv.view(torch.int8).int()
+
+
+def rope_case(
+    num_tokens: int,
+    heads: tuple[int, int],
+    head_dim: int,
+    block_size: int,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+) -> RopeCase:
+    """Tokens in slots out of order, one of them in none."""
+    num_heads, num_kv_heads = heads
+    qkv = randn(num_tokens, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype, seed=3)
+    num_blocks = num_tokens // block_size + 2
+    store = 20 * randn(num_blocks, 2, 2, num_kv_heads, block_size, head_dim, seed=4)
+    is_quantised = kv_dtype in {torch.int8, torch.float8_e4m3fn}
+    scales = randn(*store.shape[:-1], seed=5) if is_quantised else None
+    slots = torch.arange(num_tokens).flip(0) + 1
+    slots[num_tokens // 2 : num_tokens // 2 + 1] = -1
+    return RopeCase(qkv, store.to(kv_dtype), scales, slots)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    num_tokens=st.integers(0, 5),
+    heads=st.sampled_from([(1, 1), (9, 3), (8, 1), (12, 12)]),
+    head_dim=st.sampled_from([2, 6, 64, 80]),
+    block_size=st.sampled_from([1, 4, 16]),
+    dtype=st.sampled_from(DTYPES),
+    kv_dtype=st.sampled_from([None, torch.int8, torch.float8_e4m3fn]),
+)
+def test_rope_and_cache_equals_the_reference_for_any_shape(
+    num_tokens: int,
+    heads: tuple[int, int],
+    head_dim: int,
+    block_size: int,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype | None,
+) -> None:
+    case = rope_case(num_tokens, heads, head_dim, block_size, dtype, kv_dtype or dtype)
+    actual, expected = case.after(rope.rope_and_cache), case.after(reference.rope_and_cache)
+    bounds = tolerance_of("rope_and_cache", dtype)
+    assert_close("rope_and_cache", actual.qkv, expected.qkv, bounds)
+    if actual.kv_scales is None or expected.kv_scales is None:
+        assert_close("rope_and_cache", actual.kv, expected.kv, bounds)
+    else:
+        assert_close("rope_and_cache", actual.kv_scales, expected.kv_scales, bounds)
+        assert (actual.codes - expected.codes).abs().max() <= 1
+    was_written = torch.zeros(case.kv.shape[0], block_size, dtype=torch.bool)
+    was_written.view(-1)[case.slots[case.slots >= 0]] = True
+    was_written = was_written[:, None, None, None, :, None].expand_as(case.kv).clone()
+    was_written[:, 0] = False
+    kept, before = actual.kv.float()[~was_written], case.kv.float()[~was_written]
+    assert torch.equal(kept, before)
