@@ -41,13 +41,25 @@ def label(process: psutil.Process) -> str:
     return " ".join(programs[:2]) or process.name()
 
 
+def voluntary_switches(pid: int) -> int:
+    """Of all threads of a process; the sum can fall when one ends."""
+    total = 0
+    for status in Path(f"/proc/{pid}/task").glob("*/status"):
+        try:
+            lines = status.read_text().splitlines()
+        except OSError:
+            continue
+        total += sum(int(x.split()[1]) for x in lines if x.startswith("voluntary_ctxt_switches"))
+    return total
+
+
 def snapshot(pid: int) -> dict[int, tuple[str, float, int]]:
     """Name, CPU seconds and voluntary context switches of each process of the tree."""
     found = {}
     for process in tree(pid):
         try:
             times = process.cpu_times()
-            switches = process.num_ctx_switches().voluntary
+            switches = voluntary_switches(process.pid)
             found[process.pid] = (label(process), times.user + times.system, switches)
         except psutil.NoSuchProcess:
             continue

