@@ -83,6 +83,7 @@ class InstanceInfo:
     node: str = ""
     pid: int = 0
     version: str = ""
+    rank_pids: tuple[int, ...] = ()  # of all ranks, the leader's first
 
     @property
     def ref(self) -> InstanceRef:

@@ -17,7 +17,7 @@ from __future__ import annotations
 from enum import Enum
 
 from isthmus.common.clock import Clock
-from isthmus.common.errors import InternalError
+from isthmus.common.errors import InstanceLostError, InternalError
 from isthmus.common.logging import get_logger
 from isthmus.common.state_machine import Transitions
 from isthmus.engine.block_table import BlockTable
@@ -55,21 +55,26 @@ class Flight:
         self._failure: InternalError | None = None
 
     def launch(self, runner: Runner, clock: Clock) -> None:
-        """Never raises: a failure is the outcome."""
+        """A failure is the outcome. Raises InstanceLostError alone: a rank is gone, so this
+        instance is over, and its requests go elsewhere."""
         self.launched_ns, self.began_ns = clock.now_ns(), clock.monotonic_ns()
         try:
             self._launched = runner.launch(self.plan)
+        except InstanceLostError:
+            raise
         except Exception as error:  # noqa: BLE001 - whatever a model raises ends a step, not us
             self._fail(error)
         else:
             self._move_to(FlightState.LAUNCHED)
 
     def land(self) -> StepTokens | InternalError:
-        """Waits for the step. Never raises: a failure is the outcome."""
+        """Waits for the step. A failure is the outcome, but for InstanceLostError as above."""
         tokens: StepTokens = {}
         if self._launched is not None:
             try:
                 tokens = self._launched.wait()
+            except InstanceLostError:
+                raise
             except Exception as error:  # noqa: BLE001
                 self._fail(error)
             else:

@@ -11,14 +11,20 @@ sum would depend on where in the batch it lies.)
 
 from __future__ import annotations
 
+import re
 import socket
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 import torch
-import torch.distributed as dist
-from torch._C._distributed_c10d import Backend
+from torch._C._distributed_c10d import (
+    GatherOptions,
+    ProcessGroupGloo,
+    Store,
+    TCPStore,
+    Work,
+)
 
 from isthmus.common.errors import InstanceLostError
 
@@ -71,10 +77,25 @@ class SingleRank:
         return [payload]
 
 
+class Backend(Protocol):
+    """What is used of torch's backends, whose own types leave it out."""
+
+    def _allgather_base(self, output: torch.Tensor, part: torch.Tensor, /) -> Work: ...
+    def allreduce(self, tensors: list[torch.Tensor], /) -> Work: ...
+    def gather(
+        self,
+        outputs: list[list[torch.Tensor]],
+        parts: list[torch.Tensor],
+        options: GatherOptions,
+        /,
+    ) -> Work: ...
+    def _set_default_timeout(self, timeout: timedelta, /) -> None: ...
+
+
 class TorchGroup:
     """Implements ``TpGroup`` over one of torch's backends (gloo, NCCL)."""
 
-    def __init__(self, backend: Backend, store: dist.Store, rank: int, size: int) -> None:
+    def __init__(self, backend: Backend, store: Store, rank: int, size: int) -> None:
         self.rank = rank
         self.size = size
         self._backend = backend
@@ -99,7 +120,7 @@ class TorchGroup:
         if not len(x):
             return x.new_empty(0, sum(widths)) if self.rank == LEADER else x
         part = _widened(x, widths)
-        options = dist.GatherOptions()
+        options = GatherOptions()
         options.rootRank = LEADER
         if self.rank != LEADER:
             self._finish(lambda: self._backend.gather([], [part], options))
@@ -112,10 +133,14 @@ class TorchGroup:
         self._num_exchanges += 1
         keys = [f"exchange/{self._num_exchanges}/{rank}" for rank in range(self.size)]
         try:
-            self._store.set(keys[self.rank], payload)
-            return [self._store.get(key) for key in keys]
+            self._store.set(keys[self.rank], payload.hex())
+            return [bytes.fromhex(self._store.get(key).decode()) for key in keys]
         except RuntimeError as error:
             raise _lost(error) from error
+
+    def set_timeout(self, timeout_s: float) -> None:
+        """Longest wait for another rank from now on."""
+        self._backend._set_default_timeout(timedelta(seconds=timeout_s))
 
     def _gather(self, x: torch.Tensor) -> torch.Tensor:
         x = x.contiguous()
@@ -123,7 +148,7 @@ class TorchGroup:
         self._finish(lambda: self._backend._allgather_base(parts.flatten(0, 1), x))
         return parts
 
-    def _finish(self, begin: Callable[[], dist.Work]) -> None:
+    def _finish(self, begin: Callable[[], Work]) -> None:
         try:
             begin().wait()
         except RuntimeError as error:
@@ -139,11 +164,11 @@ class NcclGroup(TorchGroup):
         return x
 
 
-def serve_store(host: str, size: int, timeout_s: float) -> dist.TCPStore:
+def serve_store(host: str, size: int, timeout_s: float) -> TCPStore:
     """Where ranks find each other; listens on ``host`` alone, on a free port (``store.port``)."""
     listener = socket.create_server((host, 0))
     port = listener.getsockname()[1]
-    return dist.TCPStore(
+    return TCPStore(
         host,
         port,
         size,
@@ -154,19 +179,17 @@ def serve_store(host: str, size: int, timeout_s: float) -> dist.TCPStore:
     )
 
 
-def join_store(host: str, port: int, size: int, timeout_s: float) -> dist.TCPStore:
+def join_store(host: str, port: int, size: int, timeout_s: float) -> TCPStore:
     """The leader's store. Raises InstanceLostError when nothing answers in time."""
     timeout = timedelta(seconds=timeout_s)
     try:
-        return dist.TCPStore(
-            host, port, size, is_master=False, timeout=timeout, wait_for_workers=False
-        )
+        return TCPStore(host, port, size, is_master=False, timeout=timeout, wait_for_workers=False)
     except RuntimeError as error:
         raise _lost(error) from error
 
 
 def open_group(
-    store: dist.Store, rank: int, size: int, *, device: str, host: str, timeout_s: float
+    store: Store, rank: int, size: int, *, device: str, host: str, timeout_s: float
 ) -> TorchGroup:
     """Meets the other ranks: gloo for a CPU, on the interface that has ``host``; NCCL for CUDA.
 
@@ -177,16 +200,27 @@ def open_group(
     try:
         if torch.device(device).type == "cuda":
             torch.cuda.set_device(device)
-            nccl = dist.ProcessGroupNCCL.Options()
-            nccl._timeout = timeout
-            return NcclGroup(dist.ProcessGroupNCCL(store, rank, size, nccl), store, rank, size)
-        gloo = dist.ProcessGroupGloo._Options()
-        gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
-        gloo._timeout = timeout
-        gloo._threads = 1  # a rank has one operation under way at a time
-        return TorchGroup(dist.ProcessGroupGloo(store, rank, size, gloo), store, rank, size)
+            return NcclGroup(_nccl(store, rank, size, timeout), store, rank, size)
+        return TorchGroup(_gloo(store, rank, size, timeout, host), store, rank, size)
     except RuntimeError as error:
         raise _lost(error) from error
+
+
+def _gloo(store: Store, rank: int, size: int, timeout: timedelta, host: str) -> Backend:
+    kind: Any = ProcessGroupGloo  # its types know nothing of these options
+    options = kind._Options()
+    options._devices = [kind.create_device(hostname=host)]
+    options._timeout = timeout
+    options._threads = 1  # a rank has one operation under way at a time
+    return cast("Backend", kind(store, rank, size, options))
+
+
+def _nccl(store: Store, rank: int, size: int, timeout: timedelta) -> Backend:
+    from torch._C._distributed_c10d import ProcessGroupNCCL  # only builds for CUDA have it
+
+    options = ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return cast("Backend", ProcessGroupNCCL(store, rank, size, options))
 
 
 def _widened(x: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:
@@ -204,5 +238,7 @@ def _side_by_side(parts: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:
 
 
 def _lost(error: RuntimeError) -> InstanceLostError:
-    reason = str(error).strip().splitlines() or [type(error).__name__]
-    return InstanceLostError(f"a rank of this instance is lost: {reason[0]}", stage="step")
+    # Libraries put a source line before the reason and advice behind it.
+    reason = re.sub(r"^\[\S+:\d+\] ", "", str(error).strip() or type(error).__name__)
+    first = reason.splitlines()[0].split(". ")[0]
+    return InstanceLostError(f"a rank of this instance is lost: {first}", stage="step")

@@ -23,7 +23,8 @@ from isthmus.common.errors import ConfigError
 from isthmus.common.ids import InstanceId
 from isthmus.common.logging import configure_logging, get_logger
 from isthmus.worker.lifecycle import ExitCode, StopRequest
-from isthmus.worker.process import RoleFactory, pool_of, prepare_process, run_worker
+from isthmus.worker.pool import prepare_process
+from isthmus.worker.process import RoleFactory, pool_of, run_worker
 from isthmus.worker.role import WorkerArgs
 
 CONFIG_VARIABLE = "ISTHMUS_PROCESS_CONFIG"

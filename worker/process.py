@@ -19,10 +19,8 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from importlib.metadata import version
 
-import torch
-
 from isthmus.common.clock import Clock, SystemClock
-from isthmus.common.cluster import InstanceInfo, InstanceState, Role
+from isthmus.common.cluster import InstanceInfo, InstanceState
 from isthmus.common.config import PoolConfig
 from isthmus.common.errors import ConfigError, IsthmusError, ModelError
 from isthmus.common.logging import get_logger
@@ -40,6 +38,8 @@ from isthmus.worker.kv_event_log import KvEventLog
 from isthmus.worker.lifecycle import ExitCode, Lifecycle, StopRequest
 from isthmus.worker.load_reporter import LoadReporter, OutsideLoad
 from isthmus.worker.metrics import InstanceMetrics, MetricsServer
+from isthmus.worker.pool import pool_for
+from isthmus.worker.rank_launcher import ChildLauncher, RankLauncher
 from isthmus.worker.registration import Registration, claim_epoch
 from isthmus.worker.role import RoleWorker, WorkerArgs, WorkerRuntime
 from isthmus.worker.service import HealthReporter, Server, add_services
@@ -64,13 +64,7 @@ EngineFactory = Callable[[WorkerArgs, Clock], EngineCore]
 
 
 def pool_of(args: WorkerArgs) -> PoolConfig:
-    match args.role:
-        case Role.PREFILL:
-            return args.config.prefill
-        case Role.DECODE:
-            return args.config.decode
-        case Role.MIXED:
-            return args.config.mixed
+    return pool_for(args.config, args.role)
 
 
 def load_engine(args: WorkerArgs, clock: Clock) -> EngineCore:
@@ -83,11 +77,16 @@ async def run_worker(
     build_role: RoleFactory,
     stop: StopRequest,
     build_engine: EngineFactory = load_engine,
+    launcher: RankLauncher | None = None,
 ) -> ExitCode:
-    """Runs until asked to stop. Says on the log why it ended when that was not a drain."""
+    """Runs until asked to stop. Says on the log why it ended when that was not a drain.
+
+    ``launcher`` starts the followers of an instance of several ranks; None = as children.
+    """
     try:
         async with AsyncExitStack() as stack:
-            await _Worker(args, build_role, build_engine, stop, stack).run()
+            parts = (build_role, build_engine, launcher or ChildLauncher())
+            await _Worker(args, *parts, stop, stack).run()
     except (ModelError, ConfigError) as error:
         log.error("cannot start", code=error.code, problem=error.message)
         return ExitCode.CONFIG
@@ -107,9 +106,12 @@ class _Worker:
         args: WorkerArgs,
         build_role: RoleFactory,
         build_engine: EngineFactory,
+        launcher: RankLauncher,
         stop: StopRequest,
         stack: AsyncExitStack,
     ) -> None:
+        self._launcher = launcher
+        self._rank_pids: tuple[int, ...] = (os.getpid(),)
         self._args = args
         self._build_role = build_role
         self._build_engine = build_engine
@@ -140,7 +142,7 @@ class _Worker:
         epoch = await claim_epoch(
             registry, config.name, args.instance_id, config.lifecycle.ready_timeout_ms / 1000
         )
-        engine = await run_in_thread(lambda: self._build_engine(args, self._clock))
+        engine = await self._load()
         stack.callback(engine.close)
         server = create_server()
         address = await bind(server, config.host, 0)
@@ -155,7 +157,7 @@ class _Worker:
         registration = Registration(
             registry,
             config.name,
-            _describe(args, me, engine, metrics_server.address),
+            _describe(args, me, engine, metrics_server.address, self._rank_pids),
             config.registry.lease_ms,
             on_superseded=lambda: self._stop.fail("a newer epoch of this instance exists"),
         )
@@ -182,6 +184,20 @@ class _Worker:
         log.info("ready", address=address, epoch=epoch, metrics=metrics_server.address)
         return runtime.lifecycle, self._require_role()
 
+    async def _load(self) -> EngineCore:
+        if pool_of(self._args).engine.tp_size == 1:
+            return await run_in_thread(lambda: self._build_engine(self._args, self._clock))
+        # Here, not above: an instance of one process needs no torch.distributed.
+        from isthmus.worker.ranks import Ranks
+
+        ranks = Ranks(self._args, self._launcher)
+        self._stack.push_async_callback(lambda: run_in_thread(ranks.close))
+        ranks.launch()
+        engine = await ranks.start(self._clock)
+        self._rank_pids = ranks.pids
+        ranks.failed.add_done_callback(lambda failed: self._stop.fail(str(failed.exception())))
+        return engine
+
     def _build_transfers(
         self, me: InstanceRef, engine: EngineCore, metrics: InstanceMetrics
     ) -> TransferManager:
@@ -190,7 +206,7 @@ class _Worker:
         return TransferManager(
             me,
             engine.kv_layout,
-            MemoryRegion(store.base_address, store.num_bytes),
+            MemoryRegion(store.base_address, store.num_bytes, str(store.tensor.device)),
             engine.num_blocks,
             create_connector(config, me, engine.kv_layout.block_bytes),
             config,
@@ -257,7 +273,11 @@ class _Worker:
 
 
 def _describe(
-    args: WorkerArgs, me: InstanceRef, engine: EngineCore, metrics_address: str
+    args: WorkerArgs,
+    me: InstanceRef,
+    engine: EngineCore,
+    metrics_address: str,
+    rank_pids: tuple[int, ...],
 ) -> InstanceInfo:
     limits = pool_of(args).engine
     return InstanceInfo(
@@ -278,11 +298,5 @@ def _describe(
         node=socket.gethostname(),
         pid=os.getpid(),
         version=version("isthmus"),
+        rank_pids=rank_pids,
     )
-
-
-def prepare_process(pool: PoolConfig) -> None:
-    """Cores and threads of this process, before anything computes."""
-    if pool.cpus:
-        os.sched_setaffinity(0, pool.cpus)
-    torch.set_num_threads(pool.engine.num_threads)

@@ -22,7 +22,8 @@ from isthmus.common.config import ClusterConfig
 from isthmus.common.ids import InstanceId
 from isthmus.common.logging import configure_logging
 from isthmus.worker.lifecycle import ExitCode, StopRequest
-from isthmus.worker.process import pool_of, prepare_process, run_worker
+from isthmus.worker.pool import prepare_process
+from isthmus.worker.process import pool_of, run_worker
 from isthmus.worker.role import WorkerArgs
 
 # By name: this package is below the roles and cannot import them.

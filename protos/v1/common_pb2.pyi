@@ -353,7 +353,7 @@ class KvEventBatch(_message.Message):
     def __init__(self, instance_id: _Optional[str] = ..., epoch: _Optional[int] = ..., first_seq: _Optional[int] = ..., events: _Optional[_Iterable[_Union[KvEvent, _Mapping]]] = ..., is_snapshot: _Optional[bool] = ...) -> None: ...
 
 class TransferTicket(_message.Message):
-    __slots__ = ("transfer_id", "request_id", "source", "target", "first_block", "target_block_ids", "num_tokens", "layout_hash", "timeout_ms", "protocol_version")
+    __slots__ = ("transfer_id", "request_id", "source", "target", "first_block", "target_block_ids", "num_tokens", "layout_hash", "timeout_ms", "protocol_version", "checksum")
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
@@ -364,6 +364,7 @@ class TransferTicket(_message.Message):
     LAYOUT_HASH_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
     transfer_id: bytes
     request_id: str
     source: InstanceRef
@@ -374,4 +375,5 @@ class TransferTicket(_message.Message):
     layout_hash: str
     timeout_ms: int
     protocol_version: int
-    def __init__(self, transfer_id: _Optional[bytes] = ..., request_id: _Optional[str] = ..., source: _Optional[_Union[InstanceRef, _Mapping]] = ..., target: _Optional[_Union[InstanceRef, _Mapping]] = ..., first_block: _Optional[int] = ..., target_block_ids: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[int] = ..., layout_hash: _Optional[str] = ..., timeout_ms: _Optional[int] = ..., protocol_version: _Optional[int] = ...) -> None: ...
+    checksum: str
+    def __init__(self, transfer_id: _Optional[bytes] = ..., request_id: _Optional[str] = ..., source: _Optional[_Union[InstanceRef, _Mapping]] = ..., target: _Optional[_Union[InstanceRef, _Mapping]] = ..., first_block: _Optional[int] = ..., target_block_ids: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[int] = ..., layout_hash: _Optional[str] = ..., timeout_ms: _Optional[int] = ..., protocol_version: _Optional[int] = ..., checksum: _Optional[str] = ...) -> None: ...

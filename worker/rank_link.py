@@ -1,0 +1,152 @@
+"""What the leader of an instance and a follower say to each other, over one TCP connection.
+
+::
+
+    follower   Hello ──▶                        its rank, its pid, the token it was started with
+    leader     ◀── Setup                        configuration, and where the ranks meet
+    follower   Ready ──▶  or  Failed ──▶        its part is loaded, or why it cannot be
+    leader     ◀── step ◀── step …   ◀── stop   one frame each
+
+A frame is its kind, its length and its bytes. The end of the connection is the end of the other
+process: whoever reads it before ``stop`` ends too. One thread sends and one thread receives.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import struct
+import sys
+from contextlib import suppress
+from enum import Enum
+from typing import TypeVar
+
+import msgspec
+
+from isthmus.common.errors import ErrorDetail, InstanceLostError, InternalError
+
+MessageT = TypeVar("MessageT", bound=msgspec.Struct)
+
+_HEADER = struct.Struct("<cI")
+_MAX_FRAME_BYTES = 2**28
+
+
+class FrameKind(Enum):
+    MESSAGE = b"m"
+    STEP = b"s"
+    STOP = b"x"
+
+
+class Invitation(msgspec.Struct, frozen=True):
+    """What a follower is started with."""
+
+    host: str
+    port: int
+    rank: int
+    token: str
+    device: str
+
+
+class Hello(msgspec.Struct, frozen=True):
+    rank: int
+    pid: int
+    token: str
+
+
+class Setup(msgspec.Struct, frozen=True):
+    config_json: str
+    role: str
+    instance_id: str
+    store_port: int
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """Of a follower's start: Ready where there is no failure."""
+
+    failure: ErrorDetail | None = None
+
+
+class RankLink:
+    """One end of the connection. Its methods raise InstanceLostError when the other end is gone."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        self._socket = connection
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def set_timeout(self, timeout_s: float | None) -> None:
+        """Longest wait of one call; None = until the other end is gone."""
+        self._socket.settimeout(timeout_s)
+
+    def send(self, kind: FrameKind, payload: bytes = b"") -> None:
+        try:
+            self._socket.sendall(_HEADER.pack(kind.value, len(payload)) + payload)
+        except OSError as error:
+            raise _gone(error) from error
+
+    def receive(self) -> tuple[FrameKind, bytes]:
+        kind, length = _HEADER.unpack(self._read(_HEADER.size))
+        if length > _MAX_FRAME_BYTES or kind not in {item.value for item in FrameKind}:
+            raise InternalError("what came from another rank is no frame", stage="rank")
+        return FrameKind(kind), self._read(length)
+
+    def send_message(self, message: msgspec.Struct) -> None:
+        self.send(FrameKind.MESSAGE, msgspec.msgpack.encode(message))
+
+    def receive_message(self, kind: type[MessageT]) -> MessageT:
+        """Raises InternalError for anything else."""
+        frame, payload = self.receive()
+        if frame is not FrameKind.MESSAGE:
+            raise InternalError(f"{kind.__name__} was due, not {frame.name}", stage="rank")
+        try:
+            return msgspec.msgpack.decode(payload, type=kind)
+        except msgspec.MsgspecError as error:
+            raise InternalError(f"{kind.__name__} was due: {error}", stage="rank") from error
+
+    def hang_up(self) -> None:
+        """Ends the connection and wakes whoever waits for it, here and there. Idempotent."""
+        with suppress(OSError):  # the other end was faster
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """When no thread waits for the connection any more."""
+        self.hang_up()
+        self._socket.close()
+
+    def _read(self, length: int) -> bytes:
+        data = bytearray(length)
+        view = memoryview(data)
+        while view:
+            try:
+                count = self._socket.recv_into(view)
+            except OSError as error:
+                raise _gone(error) from error
+            if not count:
+                raise InstanceLostError("another rank of this instance ended", stage="rank")
+            view = view[count:]
+        return bytes(data)
+
+
+def connect(invitation: Invitation, timeout_s: float) -> RankLink:
+    """To the leader. Raises InstanceLostError when it is not there."""
+    try:
+        connection = socket.create_connection((invitation.host, invitation.port), timeout_s)
+    except OSError as error:
+        raise _gone(error) from error
+    return RankLink(connection)
+
+
+def wait_for_end(link: RankLink) -> None:
+    """Returns when the other end has closed the connection, or this one has."""
+    hang_up = select.POLLRDHUP if sys.platform == "linux" else select.POLLHUP
+    poller = select.poll()
+    poller.register(link.fileno(), hang_up)
+    poller.poll()
+
+
+def _gone(error: OSError) -> InstanceLostError:
+    reason = error.strerror or str(error) or type(error).__name__
+    return InstanceLostError(f"another rank of this instance is gone: {reason}", stage="rank")
