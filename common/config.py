@@ -35,7 +35,18 @@ class ModelConfig(Node):
 class EngineConfig(Node):
     block_size: int = Field(16, ge=1, description="tokens per KV block")
     num_blocks: int = Field(0, ge=0, description="KV blocks; 0 = as many as kv_cache_gib holds")
-    kv_cache_gib: float = Field(1.0, gt=0, description="memory for KV blocks of one instance")
+    kv_cache_gib: float = Field(
+        1.0,
+        ge=0,
+        description="memory for KV blocks of one instance; 0 = on a GPU (one rank) what "
+        "gpu_memory_share leaves",
+    )
+    gpu_memory_share: float = Field(
+        0.9,
+        gt=0,
+        le=1,
+        description="share of a GPU for weights, steps and KV blocks, where kv_cache_gib is 0",
+    )
     max_num_batched_tokens: int = Field(512, ge=1, description="token budget of one step")
     max_num_seqs: int = Field(64, ge=1, description="most running sequences")
     watermark: float = Field(0.02, ge=0, lt=0.5, description="share of blocks kept for growth")

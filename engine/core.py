@@ -35,7 +35,8 @@ from isthmus.engine.kv_manager import KvCacheManager
 from isthmus.engine.kv_store import KvStore, count_blocks, layout_of
 from isthmus.engine.models.types import LanguageModel
 from isthmus.engine.owners import BlockOwners
-from isthmus.engine.runner import ModelRunner, Runner, StepTokens
+from isthmus.engine.runner import StepTokens
+from isthmus.engine.runners import RunnerOf, make_runner, measured_kv_bytes
 from isthmus.engine.sampler import Sampled, SampledToken
 from isthmus.engine.scheduler import Scheduler, StepPlan
 from isthmus.engine.sequence import SeqStatus, Sequence
@@ -56,16 +57,20 @@ class EngineCore:
     """See the module docstring for threads and ownership."""
 
     def __init__(
-        self, model: LanguageModel, config: EngineConfig, clock: Clock, max_model_len: int = 0
+        self,
+        model: LanguageModel,
+        config: EngineConfig,
+        clock: Clock,
+        max_model_len: int = 0,
+        runner_of: RunnerOf = make_runner,
     ) -> None:
         """``max_model_len`` 0 = the model's own; never more than the KV store holds.
 
         Raises ConfigError when the KV store would be too small to use."""
         self.spec = model.spec
         self.kv_layout = layout_of(model.spec, config.block_size)
-        num_blocks = count_blocks(config, self.kv_layout)
+        num_blocks = count_blocks(config, self.kv_layout, measured_kv_bytes(model, config))
         self.kv_store = KvStore(self.kv_layout, num_blocks, config.device)
-        self._runner: Runner = ModelRunner(model, self.kv_store)
         self._clock = clock
         self._kv = KvCacheManager(
             num_blocks, config.block_size, config.watermark, config.enable_prefix_cache
@@ -75,6 +80,7 @@ class EngineCore:
         longest = max_model_len or self.spec.max_model_len
         capacity = self._kv.num_blocks * config.block_size
         self.max_model_len = min(longest, self.spec.max_model_len, capacity)
+        self._runner = runner_of(model, self.kv_store, config, self.max_model_len)
 
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
@@ -220,7 +226,8 @@ class EngineCore:
         results; None = nothing to do until something changes.
 
         When the model fails, the step's sequences end with InternalError and the engine goes on.
-        After MAX_FAILED_STEPS failures in a row this raises InternalError: restart the process."""
+        After MAX_FAILED_STEPS failures in a row this raises InternalError, and InstanceLostError
+        when one of several ranks is gone: restart the process."""
         self._launch_steps()
         if not self._flights:
             return None
@@ -397,11 +404,11 @@ class EngineCore:
 
 
 def is_asynchronous(config: EngineConfig) -> bool:
-    """Whether the next step is planned while one runs. On the CPU the thread that would plan is the
-    one that computes: there it costs what is computed for nothing when a sequence stops, and gains
-    nothing."""
+    """Whether the next step is planned while one runs. Where the thread that would plan is the one
+    that computes, or that talks to other ranks, it would gain nothing, and cost what is computed
+    for nothing when a sequence stops."""
     if config.async_scheduling == "auto":
-        return config.device.partition(":")[0] != "cpu"
+        return config.device.partition(":")[0] != "cpu" and config.tp_size == 1
     return config.async_scheduling == "on"
 
 

@@ -37,9 +37,12 @@ def layout_of(spec: ModelSpec, block_size: int) -> KvLayout:
     )
 
 
-def count_blocks(config: EngineConfig, layout: KvLayout) -> int:
-    """Blocks of the store, the null block included. ConfigError when there is room for none."""
-    num_blocks = config.num_blocks or int(config.kv_cache_gib * _GIB) // layout.block_bytes
+def count_blocks(config: EngineConfig, layout: KvLayout, measured_bytes: int = 0) -> int:
+    """Blocks of the store, the null block included. ConfigError when there is room for none.
+
+    ``measured_bytes`` is what there is where the configuration leaves it open."""
+    num_bytes = int(config.kv_cache_gib * _GIB) or measured_bytes
+    num_blocks = config.num_blocks or num_bytes // layout.block_bytes
     if num_blocks < MIN_BLOCKS:
         raise ConfigError(
             f"engine: {num_blocks} KV blocks of {layout.block_bytes} bytes are too few; "

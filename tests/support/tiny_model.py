@@ -16,6 +16,7 @@ from isthmus.common.clock import Clock, VirtualClock
 from isthmus.common.config import EngineConfig
 from isthmus.engine.core import EngineCore
 from isthmus.engine.models.types import ForwardBatch, ModelSpec
+from isthmus.engine.runners import RunnerOf, make_runner
 
 VOCAB_SIZE = 64
 _NUM_LAYERS = 2
@@ -123,7 +124,10 @@ class TinyModel:
 
 
 def make_tiny_core(
-    model: TinyModel | None = None, clock: Clock | None = None, **engine: object
+    model: TinyModel | None = None,
+    clock: Clock | None = None,
+    runner_of: RunnerOf = make_runner,
+    **engine: object,
 ) -> EngineCore:
     """An engine over a TinyModel; ``engine`` overrides fields of a small EngineConfig."""
     settings: dict[str, object] = {
@@ -136,4 +140,5 @@ def make_tiny_core(
         **engine,
     }
     config = EngineConfig.model_validate(settings)
-    return EngineCore(model or TinyModel(), config, clock or VirtualClock(start_ns=10**18))
+    clock = clock or VirtualClock(start_ns=10**18)
+    return EngineCore(model or TinyModel(), config, clock, runner_of=runner_of)

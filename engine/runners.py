@@ -1,0 +1,40 @@
+"""Which runner an engine gets, and what memory its device has for KV blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from isthmus.common.config import EngineConfig
+from isthmus.engine.device import device_of
+from isthmus.engine.device_runner import DeviceRunner
+from isthmus.engine.kv_store import KvStore, layout_of
+from isthmus.engine.models.types import LanguageModel
+from isthmus.engine.runner import ModelRunner, Runner
+from isthmus.engine.trial_step import measure_kv_bytes
+from isthmus.kernels import select
+
+# From a model, its KV store, the configuration and the longest sequence.
+RunnerOf = Callable[[LanguageModel, KvStore, EngineConfig, int], Runner]
+
+
+def make_runner(
+    model: LanguageModel, kv_store: KvStore, config: EngineConfig, max_model_len: int
+) -> Runner:
+    """On the CPU the engine thread computes, elsewhere the device does. A model of several ranks
+    takes batches of the host, whatever its ranks compute with."""
+    device = device_of(config.device)
+    if device.torch_device.type == "cpu" or model.spec.tp_size > 1:
+        return ModelRunner(model, kv_store)
+    kernels = select(config.device, config.num_threads)
+    return DeviceRunner(model, kernels, kv_store, config, max_model_len, device)
+
+
+def measured_kv_bytes(model: LanguageModel, config: EngineConfig) -> int:
+    """For ``count_blocks``: 0 where the configuration says how much, or nothing can be measured."""
+    device = device_of(config.device)
+    is_open = not config.num_blocks and not config.kv_cache_gib
+    if not is_open or device.torch_device.type == "cpu" or model.spec.tp_size > 1:
+        return 0
+    kernels = select(config.device, config.num_threads)
+    layout = layout_of(model.spec, config.block_size)
+    return measure_kv_bytes(model, kernels, config, layout, device)
