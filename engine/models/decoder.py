@@ -15,6 +15,7 @@ from isthmus.engine.models.parallel import Parallel
 from isthmus.engine.models.types import ForwardBatch, ModelSpec
 from isthmus.engine.models.weights import DecoderWeights, LayerWeights
 from isthmus.kernels import Kernels
+from isthmus.kernels.decoder import DecoderTensors, FusedDecoder, fuse
 
 
 class Decoder:
@@ -41,6 +42,7 @@ class Decoder:
         self._next_norms.append(weights.final_norm)
         on_cpu = weights.embedding.device.type == "cpu"
         self._activation_dtype = torch.float32 if on_cpu else weights.embedding.dtype
+        self._fused = self._fuse() if parallel.is_whole else None
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv: torch.Tensor) -> torch.Tensor:
@@ -52,6 +54,8 @@ class Decoder:
         residual = parallel.embed(  # [T, E]
             batch.input_ids, weights.embedding, self._activation_dtype
         )
+        if self._fused is not None:
+            return self._fused(residual, batch, kv)
         normed = kernels.rms_norm(residual, weights.layers[0].attention_norm, eps)
         last = len(weights.layers) - 1
         for index, layer in enumerate(weights.layers):
@@ -65,6 +69,22 @@ class Decoder:
             hidden = parallel.project_ffn(kernels, kernels.silu_mul(hidden), layer.down)
             normed, residual = kernels.add_rms_norm(hidden, residual, self._next_norms[index], eps)
         return parallel.logits(kernels, normed, weights.lm_head)
+
+    def _fuse(self) -> FusedDecoder | None:
+        weights = self._weights
+        return fuse(
+            self._kernels,
+            DecoderTensors(
+                layers=weights.layers,
+                windows=self._config.layer_windows,
+                final_norm=weights.final_norm,
+                lm_head=weights.lm_head,
+                cos_sin=self._cos_sin,
+                num_heads=self.spec.num_heads,
+                scale=self._scale,
+                norm_eps=self._config.norm_eps,
+            ),
+        )
 
     def _attend(
         self,

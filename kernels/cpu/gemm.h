@@ -1,7 +1,7 @@
 // The one inner product loop of linears and attention.
 //
 // A panel is 16 columns of a matrix, stored [depth][16]. `tile` multiplies a few rows by one panel
-// or two and keeps every result in registers. Each result is one chain of fused multiply-adds over
+// and keeps every result in registers. Each result is one chain of fused multiply-adds over
 // ascending k, whatever the rows and panels beside it and wherever k is cut into pieces: a row's
 // result is the same bits in any batch and any chunk.
 #pragma once
@@ -19,82 +19,81 @@ struct Rows {
   Rows from(int64_t first, int64_t column) const { return {row(first) + column, stride}; }
 };
 
-template <typename W>
-struct Panels {
-  const W* data;
-  int64_t stride;  // elements from a panel to the next
+// As many rows as leave their accumulators in registers.
+constexpr int kTileRows = kLanes == 16 ? 12 : 6;
 
-  const W* panel(int64_t index) const { return data + index * stride; }
+// Rows are cut into tiles of nearly equal height: 7 rows go as 4 + 3, not 6 + 1.
+struct Tiles {
+  int64_t rows;
+
+  int64_t count() const { return (rows + kTileRows - 1) / kTileRows; }
+  int64_t first(int64_t tile) const { return rows * tile / count(); }
+  int height(int64_t tile) const { return int(first(tile + 1) - first(tile)); }
 };
 
-// As many rows as leave their accumulators in registers. With few rows a multiply-add would wait
-// for the one before it, so those take two panels at a time.
-constexpr int kTileRows = kLanes == 16 ? 12 : 6;
-constexpr int kPairRows = kTileRows / 2;
-
-// out[r][·] = init[r][·] + Σ_k a[r][k] · b[k][·], reading the panels kPrefetch elements ahead.
-template <int kRows, int kPanels, int kPrefetch, typename W>
-inline void tile(Rows<const float> a, Panels<W> b, int64_t depth, Rows<const float> init,
-                 Rows<float> out) {
-  Floats acc[kRows][kPanels][kParts];
-  for (int r = 0; r < kRows; r++)
-    for (int p = 0; p < kPanels; p++) load_parts(init.row(r) + p * kPanel, acc[r][p]);
-  for (int64_t k = 0; k < depth; k++) {
-    Floats w[kPanels][kParts];
-    for (int p = 0; p < kPanels; p++) {
-      const W* from = b.panel(p) + k * kPanel;
-      if constexpr (kPrefetch > 0) __builtin_prefetch(from + kPrefetch);
-      load_panel_row(from, w[p]);
-    }
-    for (int r = 0; r < kRows; r++)
-      for (int p = 0; p < kPanels; p++)
-        for (int part = 0; part < kParts; part++) acc[r][p][part] += a.row(r)[k] * w[p][part];
-  }
-  for (int r = 0; r < kRows; r++)
-    for (int p = 0; p < kPanels; p++)
-      for (int part = 0; part < kParts; part++)
-        store(out.row(r) + p * kPanel + part * kLanes, acc[r][p][part]);
-}
-
-// The tile of `rows` rows, chosen among those compiled for 1 … kRows.
-template <int kRows, int kPanels, int kPrefetch, typename W>
-inline void tile_of(int rows, Rows<const float> a, Panels<W> b, int64_t depth,
-                    Rows<const float> init, Rows<float> out) {
-  if (rows == kRows) {
-    tile<kRows, kPanels, kPrefetch>(a, b, depth, init, out);
+// Calls work(std::integral_constant<int, h>) for the height h of a tile, 1 … kRows.
+template <int kRows = kTileRows, typename Work>
+inline void with_height(int height, const Work& work) {
+  if (height == kRows) {
+    work(std::integral_constant<int, kRows>{});
   } else if constexpr (kRows > 1) {
-    tile_of<kRows - 1, kPanels, kPrefetch>(rows, a, b, depth, init, out);
+    with_height<kRows - 1>(height, work);
   }
 }
 
-// All rows by one panel, in tiles of nearly equal height: 7 rows go as 4 + 3, not 6 + 1.
-template <int kPrefetch, typename W>
-inline void multiply_panel(int64_t rows, Rows<const float> a, Panels<W> b, int64_t depth,
-                           Rows<const float> init, Rows<float> out) {
-  int64_t tiles = (rows + kTileRows - 1) / kTileRows;
-  for (int64_t i = 0; i < tiles; i++) {
-    int64_t first = rows * i / tiles;
-    int height = int(rows * (i + 1) / tiles - first);
-    tile_of<kTileRows, 1, kPrefetch>(height, a.from(first, 0), b, depth, init.from(first, 0),
-                                     out.from(first, 0));
-  }
-}
+// The left side of a product: rows side by side, or those of a tile interleaved as [depth][kRows],
+// which is one stream to read instead of kRows.
+struct Apart {
+  const float* data;
+  int64_t stride;
 
-// out [rows][16 · num_panels] = init + a [rows][depth] · b
-template <int kPrefetch, typename W>
-void multiply(int64_t rows, Rows<const float> a, Panels<W> b, int64_t num_panels, int64_t depth,
-              Rows<const float> init, Rows<float> out) {
-  for (int64_t p = 0; p < num_panels; p++) {
-    Panels<W> here = {b.panel(p), b.stride};
-    Rows<const float> init_here = init.from(0, p * kPanel);
-    Rows<float> out_here = out.from(0, p * kPanel);
-    if (rows <= kPairRows && p + 1 < num_panels) {
-      tile_of<kPairRows, 2, kPrefetch>(int(rows), a, here, depth, init_here, out_here);
-      p++;
-    } else {
-      multiply_panel<kPrefetch>(rows, a, here, depth, init_here, out_here);
-    }
+  float at(int row, int64_t k) const { return data[row * stride + k]; }
+};
+
+template <int kRows>
+struct Interleaved {
+  const float* data;
+
+  float at(int row, int64_t k) const { return data[k * kRows + row]; }
+};
+
+// Asks for what will be read later, a little at every step: a burst would fill the queue of
+// outstanding reads and stall.
+struct Prefetch {
+  const char* next;
+  int64_t stride;
+
+  void step() {
+    __builtin_prefetch(next);
+    next += stride;
   }
+};
+
+struct NoPrefetch {
+  void step() {}
+};
+
+// out[r][·] = init[r][·] + Σ_k a[r][k] · panel[k][·]
+template <int kRows, typename Left, typename W, typename Ahead>
+inline void tile(Left a, const W* panel, int64_t depth, Rows<const float> init, Rows<float> out,
+                 Ahead ahead) {
+  constexpr int64_t kStep = kPanel * sizeof(W) < 64 ? 64 / (kPanel * sizeof(W)) : 1;
+  Floats acc[kRows][kParts];
+  for (int r = 0; r < kRows; r++) load_parts(init.row(r), acc[r]);
+  auto multiply = [&](int64_t k) {
+    Floats w[kParts];
+    load_panel_row(panel + k * kPanel, w);
+    for (int r = 0; r < kRows; r++)
+      for (int part = 0; part < kParts; part++) acc[r][part] += a.at(r, k) * w[part];
+  };
+  int64_t k = 0;
+  for (; k + kStep <= depth; k += kStep) {
+    ahead.step();
+    for (int64_t i = 0; i < kStep; i++) multiply(k + i);
+  }
+  for (; k < depth; k++) multiply(k);
+  for (int r = 0; r < kRows; r++)
+    for (int part = 0; part < kParts; part++) store(out.row(r) + part * kLanes, acc[r][part]);
 }
 
 }  // namespace isthmus

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from ctypes import c_float, c_int, c_int32, c_int64, c_void_p
+from ctypes import POINTER, c_float, c_int, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,31 +18,63 @@ from isthmus.kernels.cpu.build import BuildError
 NO_WINDOW = 2**62
 
 
-class RopeCall(ctypes.Structure):
-    """Mirrors ``IsthmusRopeCall`` of elementwise.cpp, field by field."""
+class LinearParts(ctypes.Structure):
+    """Mirrors the structure of linear.h, field by field."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("q", "k", "v", "cos_sin", "positions", "slot_mapping")),
-        ("kv", c_void_p),
-        *((name, c_int64) for name in ("q_stride", "k_stride", "v_stride")),
-        *((name, c_int64) for name in ("num_tokens", "num_heads", "num_kv_heads", "head_dim")),
-        *((name, c_int64) for name in ("block_size", "block_stride")),
-        ("is_bf16", c_int32),
+        *(("panels", c_void_p), ("bias", c_void_p)),
+        *(("depth", c_int64), ("width", c_int64), ("is_bf16", c_int32)),
     )
 
 
-class AttentionCall(ctypes.Structure):
-    """Mirrors ``IsthmusAttentionCall`` of attention.cpp, field by field."""
+class RopeParts(ctypes.Structure):
+    """Mirrors the structure of elementwise.h, field by field."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("q", "kv", "query_start", "seq_lens", "block_table")),
-        ("out", c_void_p),
-        *((name, c_int64) for name in ("q_stride", "num_sequences", "max_blocks")),
-        *((name, c_int64) for name in ("num_heads", "num_kv_heads", "head_dim")),
-        *((name, c_int64) for name in ("block_size", "block_stride", "window")),
-        ("scale", c_float),
-        ("is_bf16", c_int32),
-        ("num_threads", c_int32),
+        *((name, c_void_p) for name in ("cos_sin", "positions", "slot_mapping")),
+        *((name, c_int64) for name in ("num_heads", "num_kv_heads", "head_dim", "block_size")),
+        *(("block_stride", c_int64), ("is_bf16", c_int32)),
+    )
+
+
+class AttentionParts(ctypes.Structure):
+    """Mirrors the structure of attention.h, field by field."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("query_start", "seq_lens", "block_table")),
+        *((name, c_int64) for name in ("num_sequences", "max_blocks")),
+        *((name, c_int64) for name in ("num_heads", "num_kv_heads", "head_dim", "block_size")),
+        *(("block_stride", c_int64), ("scale", c_float), ("is_bf16", c_int32)),
+    )
+
+
+class LayerParts(ctypes.Structure):
+    """Mirrors the structure of step.cpp, field by field."""
+
+    _fields_ = (
+        *((name, LinearParts) for name in ("qkv", "output", "gate_up", "down")),
+        *((name, c_void_p) for name in ("attention_norm", "ffn_norm", "query_norm", "key_norm")),
+        ("window", c_int64),
+    )
+
+
+class DecoderParts(ctypes.Structure):
+    """Mirrors the structure of step.cpp, field by field."""
+
+    _fields_ = (
+        *(("layers", POINTER(LayerParts)), ("num_layers", c_int64), ("final_norm", c_void_p)),
+        *(("lm_head", LinearParts), ("eps", c_float), ("num_threads", c_int32)),
+    )
+
+
+class StepParts(ctypes.Structure):
+    """Mirrors the structure of step.cpp, field by field."""
+
+    _fields_ = (
+        *(("attention", AttentionParts), ("rope", RopeParts)),
+        *((name, c_void_p) for name in ("hidden", "logits_index", "kv")),
+        *((name, c_int64) for name in ("layer_bytes", "num_tokens", "num_logits")),
+        *((name, c_void_p) for name in ("workspace", "logits")),
     )
 
 
@@ -55,6 +87,8 @@ class Library:
     silu_mul: Callable[..., None]
     rope_and_cache: Callable[..., None]
     paged_attention: Callable[..., None]
+    workspace_size: Callable[..., int]
+    decoder_step: Callable[..., None]
 
 
 def load_library(path: Path) -> Library:
@@ -62,26 +96,31 @@ def load_library(path: Path) -> Library:
     try:
         handle = ctypes.CDLL(str(path))
 
-        def bind(name: str, *argument_types: type[Any]) -> Callable[..., None]:
+        def bind(name: str, *argument_types: type[Any], result: type[Any] | None = None) -> Any:
             function = handle[f"isthmus_{name}"]
             function.argtypes = argument_types
-            function.restype = None
+            function.restype = result
             return function
 
         return Library(
             path=path,
-            linear=bind(
-                *("linear", c_void_p, c_void_p, c_int, c_void_p, c_void_p),
-                *(c_int64, c_int64, c_int64, c_int),
-            ),
+            linear=bind("linear", POINTER(LinearParts), c_void_p, c_int64, c_void_p, c_int),
             rms_norm=bind("rms_norm", c_void_p, c_void_p, c_float, c_int64, c_int64, c_void_p),
             add_rms_norm=bind(
                 *("add_rms_norm", c_void_p, c_void_p, c_void_p, c_float),
                 *(c_int64, c_int64, c_void_p, c_void_p),
             ),
             silu_mul=bind("silu_mul", c_void_p, c_int64, c_int64, c_void_p),
-            rope_and_cache=bind("rope_and_cache", ctypes.POINTER(RopeCall)),
-            paged_attention=bind("paged_attention", ctypes.POINTER(AttentionCall)),
+            rope_and_cache=bind(
+                *("rope_and_cache", POINTER(RopeParts), c_void_p, c_int64, c_void_p, c_int64),
+                *(c_void_p, c_int64, c_int64, c_void_p),
+            ),
+            paged_attention=bind(
+                *("paged_attention", POINTER(AttentionParts), c_void_p, c_int64, c_void_p),
+                *(c_int64, c_void_p, c_int),
+            ),
+            workspace_size=bind("workspace_size", POINTER(DecoderParts), c_int64, result=c_int64),
+            decoder_step=bind("decoder_step", POINTER(DecoderParts), POINTER(StepParts)),
         )
     except (OSError, AttributeError) as error:
         raise BuildError(f"cannot load {path}: {error}") from error

@@ -8,18 +8,20 @@ So greedy and seeded output does not depend on batch size, chunk size or placeme
 from __future__ import annotations
 
 import ctypes
+from typing import TYPE_CHECKING
 
 import torch
 
 from isthmus.kernels import reference
 from isthmus.kernels.cpu.build import build_library
-from isthmus.kernels.cpu.library import (
-    NO_WINDOW,
-    AttentionCall,
-    RopeCall,
-    load_library,
-)
+from isthmus.kernels.cpu.library import NO_WINDOW, load_library
+from isthmus.kernels.cpu.parts import attention_parts, layer_address, linear_parts, rope_parts
+from isthmus.kernels.cpu.step import CpuDecoderStep
+from isthmus.kernels.memory import HugePageArena
 from isthmus.kernels.types import PackedLinear
+
+if TYPE_CHECKING:
+    from isthmus.kernels.decoder import DecoderTensors
 
 PANEL = 16
 # Word i of a bfloat16 panel row holds column i (low half) and column i + 8 (high half).
@@ -35,6 +37,7 @@ class CpuKernels:
     def __init__(self, num_threads: int = 1) -> None:
         self._library = load_library(build_library())
         self._num_threads = num_threads
+        self._arena = HugePageArena()
 
     def describe(self) -> str:
         return f"cpu ({self._library.path.name}, threads: {self._num_threads})"
@@ -52,24 +55,22 @@ class CpuKernels:
         padded_bias = torch.zeros(num_panels * PANEL)
         if bias is not None:
             padded_bias[:out_features] = bias
-        panels = rows.transpose(1, 2).contiguous()
+        panels = self._arena.copy(rows.transpose(1, 2))
         return PackedLinear(in_features, out_features, panels, padded_bias)
+
+    def fuse(self, decoder: DecoderTensors) -> CpuDecoderStep:
+        return CpuDecoderStep(self._library, decoder, self._num_threads)
 
     def linear(self, x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
         num_rows, depth = x.shape
         assert depth == packed.in_features, (x.shape, packed.in_features)
-        assert packed.bias is not None
         x = _dense(x)
         out = x.new_empty(num_rows, packed.out_features)
         self._library.linear(
+            ctypes.byref(linear_parts(packed)),
             x.data_ptr(),
-            packed.data.data_ptr(),
-            packed.data.dtype == torch.bfloat16,
-            packed.bias.data_ptr(),
-            out.data_ptr(),
             num_rows,
-            depth,
-            packed.out_features,
+            out.data_ptr(),
             self._num_threads,
         )
         return out
@@ -125,33 +126,23 @@ class CpuKernels:
                 q, k, v, cos_sin, positions, kv, layer, slot_mapping, kv_scales=kv_scales
             )
             return
-        num_tokens, num_heads, head_dim = q.shape
+        num_tokens, num_heads, _ = q.shape
         assert _has_dense_rows(q)
         assert _has_dense_rows(k)
         assert _has_dense_rows(v)
         assert k.shape == v.shape == (num_tokens, kv.shape[3], kv.shape[5])
-        assert positions.dtype == slot_mapping.dtype == torch.int64
         cos_sin = _dense(cos_sin)
-        call = RopeCall(
-            q=q.data_ptr(),
-            k=k.data_ptr(),
-            v=v.data_ptr(),
-            cos_sin=cos_sin.data_ptr(),
-            positions=positions.data_ptr(),
-            slot_mapping=slot_mapping.data_ptr(),
-            kv=_layer_address(kv, layer),
-            q_stride=q.stride(0),
-            k_stride=k.stride(0),
-            v_stride=v.stride(0),
-            num_tokens=num_tokens,
-            num_heads=num_heads,
-            num_kv_heads=kv.shape[3],
-            head_dim=head_dim,
-            block_size=kv.shape[4],
-            block_stride=kv.stride(0),
-            is_bf16=kv.dtype == torch.bfloat16,
+        self._library.rope_and_cache(
+            ctypes.byref(rope_parts(cos_sin, positions, slot_mapping, num_heads, kv)),
+            q.data_ptr(),
+            q.stride(0),
+            k.data_ptr(),
+            k.stride(0),
+            v.data_ptr(),
+            v.stride(0),
+            num_tokens,
+            layer_address(kv, layer),
         )
-        self._library.rope_and_cache(ctypes.byref(call))
 
     def paged_attention(
         self,
@@ -178,33 +169,18 @@ class CpuKernels:
                 max_seq_len=max_seq_len,
             )
         num_tokens, num_heads, head_dim = q.shape
-        num_kv_heads, block_size = kv.shape[3], kv.shape[4]
         assert _has_dense_rows(q)
-        assert num_heads % num_kv_heads == 0, (num_heads, num_kv_heads)
-        assert query_start.dtype == seq_lens.dtype == block_table.dtype == torch.int32
         query_start, seq_lens, block_table = map(_dense, (query_start, seq_lens, block_table))
         out = q.new_zeros(num_tokens, num_heads * head_dim)
-        call = AttentionCall(
-            q=q.data_ptr(),
-            kv=_layer_address(kv, layer),
-            query_start=query_start.data_ptr(),
-            seq_lens=seq_lens.data_ptr(),
-            block_table=block_table.data_ptr(),
-            out=out.data_ptr(),
-            q_stride=q.stride(0),
-            num_sequences=seq_lens.shape[0],
-            max_blocks=block_table.shape[1],
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            block_size=block_size,
-            block_stride=kv.stride(0),
-            window=NO_WINDOW if sliding_window is None else sliding_window,
-            scale=scale,
-            is_bf16=kv.dtype == torch.bfloat16,
-            num_threads=self._num_threads,
+        self._library.paged_attention(
+            ctypes.byref(attention_parts(query_start, seq_lens, block_table, num_heads, scale, kv)),
+            q.data_ptr(),
+            q.stride(0),
+            layer_address(kv, layer),
+            NO_WINDOW if sliding_window is None else sliding_window,
+            out.data_ptr(),
+            self._num_threads,
         )
-        self._library.paged_attention(ctypes.byref(call))
         return out
 
 
@@ -220,9 +196,3 @@ def _rows(x: torch.Tensor) -> tuple[int, int]:
 def _has_dense_rows(x: torch.Tensor) -> bool:
     """[T, heads, D] float32 whose heads lie side by side; rows may be any distance apart."""
     return x.dtype == torch.float32 and x.stride(2) == 1 and x.stride(1) == x.shape[2]
-
-
-def _layer_address(kv: torch.Tensor, layer: int) -> int:
-    assert kv.is_contiguous()
-    assert kv.dtype in {torch.float32, torch.bfloat16}, kv.dtype
-    return kv.data_ptr() + layer * kv.stride(1) * kv.element_size()

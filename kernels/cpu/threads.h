@@ -1,5 +1,8 @@
-// A pool of threads that sleep between calls: a worker process shares its machine with others, and
-// a spinning helper would take the core of a neighbour.
+// Threads that do one call together.
+//
+// Helpers sleep between calls: a worker process shares its machine with others, and a spinning
+// helper would take the core of a neighbour. Within a call they meet every few microseconds, so
+// there they spin for a moment before they sleep.
 #pragma once
 
 #include <atomic>
@@ -10,6 +13,84 @@
 #include <thread>
 
 namespace isthmus {
+
+constexpr int kSpins = 4000;  // some tens of microseconds
+
+inline void relax() {
+#if defined(__x86_64__) || defined(__i386__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+// The threads of one call. Every member runs the same loops in the same order; each loop's pieces
+// go to whoever is free, and none leaves a loop before all its pieces are done.
+class Team {
+ public:
+  explicit Team(int size) : size_(size) {}
+
+  int size() const { return size_; }
+
+  // Calls work(i) once for every i in [0, count).
+  template <typename Work>
+  void loop(int64_t count, const Work& work) {
+    for (int64_t i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < count;) work(i);
+    meet();
+  }
+
+  // The same for work(i, j), where j is the piece that this member does after i, `count` for none.
+  template <typename Work>
+  void loop_knowing_next(int64_t count, const Work& work) {
+    int64_t i = next_.fetch_add(1, std::memory_order_relaxed);
+    while (i < count) {
+      int64_t after = next_.fetch_add(1, std::memory_order_relaxed);
+      work(i, after < count ? after : count);
+      i = after;
+    }
+    meet();
+  }
+
+  // The same for work(first, last), over shares of neighbours; about `shares` for each member.
+  template <typename Work>
+  void loop_in_shares(int64_t count, int64_t shares, const Work& work) {
+    int64_t parts = size_ == 1 ? 1 : size_ * shares;
+    if (parts > count) parts = count;
+    loop(parts, [&](int64_t i) { work(count * i / parts, count * (i + 1) / parts); });
+  }
+
+ private:
+  void meet() {
+    uint32_t round = round_.load(std::memory_order_relaxed);
+    if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size_) {
+      arrived_.store(0, std::memory_order_relaxed);
+      next_.store(0, std::memory_order_relaxed);
+      if (size_ > 1) open_next_round(round + 1);
+      return;
+    }
+    for (int i = 0; i < kSpins; i++) {
+      if (round_.load(std::memory_order_acquire) != round) return;
+      relax();
+    }
+    std::unique_lock<std::mutex> lock(mutex_);
+    opened_.wait(lock, [&] { return round_.load(std::memory_order_acquire) != round; });
+  }
+
+  void open_next_round(uint32_t round) {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      round_.store(round, std::memory_order_release);
+    }
+    opened_.notify_all();
+  }
+
+  const int size_;
+  std::atomic<int64_t> next_{0};  // piece of the present loop
+  std::atomic<int> arrived_{0};   // members that found no more of them
+  std::atomic<uint32_t> round_{0};
+  std::mutex mutex_;
+  std::condition_variable opened_;
+};
 
 class ThreadPool {
  public:
@@ -56,19 +137,14 @@ class ThreadPool {
   uint64_t call_number_ = 0;
 };
 
-// Calls work(i) once for every i in [0, count), on up to num_threads threads. The pool is never
-// destroyed: its threads may outlive static destructors.
-template <typename Work>
-void parallel_for(int num_threads, int64_t count, const Work& work) {
-  if (num_threads <= 1 || count <= 1) {
-    for (int64_t i = 0; i < count; i++) work(i);
-    return;
-  }
+// Calls body(team) on num_threads threads. The pool is never destroyed: its threads may outlive
+// static destructors.
+template <typename Body>
+void run_team(int num_threads, const Body& body) {
+  Team team(num_threads);
+  if (num_threads == 1) return body(team);
   static ThreadPool& pool = *new ThreadPool;
-  std::atomic<int64_t> next{0};
-  pool.run(int(count < num_threads ? count : num_threads) - 1, [&] {
-    for (int64_t i; (i = next.fetch_add(1)) < count;) work(i);
-  });
+  pool.run(num_threads - 1, [&] { body(team); });
 }
 
 }  // namespace isthmus

@@ -1,0 +1,198 @@
+// All layers of a decoder in one call: between the ops there is nothing to do but the next op, and
+// the threads stay together. The ops and their order are those of the model's own forward pass.
+
+#include <algorithm>
+
+#include "attention.h"
+#include "elementwise.h"
+#include "linear.h"
+#include "threads.h"
+
+// What follows mirrors the structures of the same names in library.py, field by field.
+namespace isthmus {
+
+struct LayerParts {
+  LinearParts qkv, output, gate_up, down;
+  const float* attention_norm;  // [E]
+  const float* ffn_norm;        // [E]
+  const float* query_norm;      // [D] or null
+  const float* key_norm;        // [D] or null
+  int64_t window;
+};
+
+struct DecoderParts {
+  const LayerParts* layers;
+  int64_t num_layers;
+  const float* final_norm;  // [E]
+  LinearParts lm_head;
+  float eps;
+  int32_t num_threads;
+};
+
+struct StepParts {
+  AttentionParts attention;
+  RopeParts rope;
+  float* hidden;                // [T, E] the embedded tokens; overwritten
+  const int64_t* logits_index;  // [K]
+  void* kv;                     // block 0 of the store
+  int64_t layer_bytes;          // from a layer of a block to the next
+  int64_t num_tokens, num_logits;
+  float* workspace;  // of workspace_size floats
+  float* logits;     // [K, V]
+};
+
+namespace {
+
+constexpr int64_t kRowShares = 4;
+
+// Consecutive parts of one buffer. Without a buffer it only counts.
+class Workspace {
+ public:
+  explicit Workspace(float* data) : data_(data) {}
+
+  float* take(int64_t count) {
+    float* taken = data_ == nullptr ? nullptr : data_ + used_;
+    used_ += (count + 15) / 16 * 16;
+    return taken;
+  }
+
+  int64_t used() const { return used_; }
+
+ private:
+  float* data_;
+  int64_t used_ = 0;
+};
+
+struct Buffers {
+  float *normed, *projected, *attended, *gate_up, *activated, *packed;
+
+  Buffers(Workspace& workspace, const DecoderParts& decoder, int64_t rows) {
+    const LayerParts& layer = decoder.layers[0];
+    int64_t hidden = layer.qkv.depth;
+    normed = workspace.take(rows * hidden);
+    projected = workspace.take(rows * std::max(layer.qkv.width, hidden));
+    attended = workspace.take(rows * layer.output.depth);
+    gate_up = workspace.take(rows * layer.gate_up.width);
+    activated = workspace.take(rows * layer.down.depth);
+    packed = workspace.take(rows * std::max({hidden, layer.output.depth, layer.down.depth}));
+  }
+};
+
+// One member's view of a step; all members run it in step with each other.
+class Step {
+ public:
+  Step(Team& team, const DecoderParts& decoder, const StepParts& parts, const Buffers& buffers)
+      : team_(team), decoder_(decoder), parts_(parts), buffers_(buffers) {}
+
+  void run() {
+    int64_t rows = parts_.num_tokens, hidden = hidden_size();
+    const float* norm = decoder_.layers[0].attention_norm;
+    for_rows(rows, [&](int64_t row) {
+      rms_norm(parts_.hidden + row * hidden, norm, decoder_.eps, hidden,
+               buffers_.normed + row * hidden);
+    });
+    for (int64_t index = 0; index < decoder_.num_layers; index++) {
+      const LayerParts& layer = decoder_.layers[index];
+      bool is_last = index + 1 == decoder_.num_layers;
+      attend(layer, index);
+      if (is_last) {  // KV is complete: only rows that need logits go on
+        gather_rows(buffers_.attended, layer.output.depth);
+        gather_rows(parts_.hidden, hidden);
+        rows = parts_.num_logits;
+      }
+      linear(layer.output, buffers_.attended, rows, buffers_.projected);
+      add_and_norm(layer.ffn_norm, rows);
+      linear(layer.gate_up, buffers_.normed, rows, buffers_.gate_up);
+      activate(layer.down.depth, rows);
+      linear(layer.down, buffers_.activated, rows, buffers_.projected);
+      add_and_norm(is_last ? decoder_.final_norm : decoder_.layers[index + 1].attention_norm, rows);
+    }
+    linear(decoder_.lm_head, buffers_.normed, rows, parts_.logits);
+  }
+
+ private:
+  int64_t hidden_size() const { return decoder_.layers[0].qkv.depth; }
+
+  template <typename Work>
+  void for_rows(int64_t rows, const Work& work) {
+    team_.loop_in_shares(rows, kRowShares, [&](int64_t first, int64_t last) {
+      for (int64_t row = first; row < last; row++) work(row);
+    });
+  }
+
+  void linear(const LinearParts& parts, const float* x, int64_t rows, float* out) {
+    run_linear(team_, parts, x, rows, buffers_.packed, out);
+  }
+
+  void attend(const LayerParts& layer, int64_t index) {
+    const RopeParts& rope = parts_.rope;
+    int64_t stride = layer.qkv.width;
+    float* k = buffers_.projected + rope.num_heads * rope.head_dim;
+    float* v = k + rope.num_kv_heads * rope.head_dim;
+    char* kv = (char*)parts_.kv + index * parts_.layer_bytes;
+    linear(layer.qkv, buffers_.normed, parts_.num_tokens, buffers_.projected);
+    for_rows(parts_.num_tokens, [&](int64_t row) {
+      float* q = buffers_.projected + row * stride;
+      if (layer.query_norm != nullptr) norm_heads(q, layer.query_norm, rope.num_heads);
+      if (layer.key_norm != nullptr) norm_heads(k + row * stride, layer.key_norm, rope.num_kv_heads);
+      rope_and_cache(rope, q, k + row * stride, v + row * stride, row, kv);
+    });
+    run_attention(team_, parts_.attention, buffers_.projected, stride, kv, layer.window,
+                  buffers_.attended);
+  }
+
+  void norm_heads(float* heads, const float* norm, int64_t count) const {
+    int64_t dim = parts_.rope.head_dim;
+    for (int64_t head = 0; head < count; head++)
+      rms_norm(heads + head * dim, norm, decoder_.eps, dim, heads + head * dim);
+  }
+
+  // Rows of `logits_index`, in place: they ascend, so none is overwritten before it is read.
+  void gather_rows(float* data, int64_t width) {
+    team_.loop(1, [&](int64_t) {
+      for (int64_t i = 0; i < parts_.num_logits; i++)
+        std::copy_n(data + parts_.logits_index[i] * width, width, data + i * width);
+    });
+  }
+
+  // hidden += projected; normed = its norm
+  void add_and_norm(const float* norm, int64_t rows) {
+    int64_t width = hidden_size();
+    for_rows(rows, [&](int64_t row) {
+      float* hidden = parts_.hidden + row * width;
+      add_rms_norm(buffers_.projected + row * width, hidden, norm, decoder_.eps, width,
+                   buffers_.normed + row * width, hidden);
+    });
+  }
+
+  void activate(int64_t width, int64_t rows) {
+    for_rows(rows, [&](int64_t row) {
+      silu_mul(buffers_.gate_up + 2 * row * width, width, buffers_.activated + row * width);
+    });
+  }
+
+  Team& team_;
+  const DecoderParts& decoder_;
+  const StepParts& parts_;
+  const Buffers& buffers_;
+};
+
+}  // namespace
+}  // namespace isthmus
+
+extern "C" {
+
+int64_t isthmus_workspace_size(const isthmus::DecoderParts* decoder, int64_t num_tokens) {
+  isthmus::Workspace workspace(nullptr);
+  isthmus::Buffers buffers(workspace, *decoder, num_tokens);
+  return workspace.used();
+}
+
+void isthmus_decoder_step(const isthmus::DecoderParts* decoder, const isthmus::StepParts* parts) {
+  isthmus::Workspace workspace(parts->workspace);
+  isthmus::Buffers buffers(workspace, *decoder, parts->num_tokens);
+  isthmus::run_team(decoder->num_threads, [&](isthmus::Team& team) {
+    isthmus::Step(team, *decoder, *parts, buffers).run();
+  });
+}
+}
