@@ -92,6 +92,11 @@ class TransferConfig(Node):
         60_000, ge=1, description="longest time blocks are kept for a peer after the first token"
     )
     quarantine_ms: int = Field(5_000, ge=0, description="rest after a transfer of unknown end")
+    checksum: Literal["auto", "none", "xxh3"] = Field(
+        "auto",
+        description="compare every block that arrives with what was sent; auto = xxh3 where KV is "
+        "in host memory",
+    )
     fault_script: str = Field("", description="scripted faults of the fake connector (tests)")
 
 

@@ -24,6 +24,7 @@
     ├── TransferError                  502  KV did not arrive
     │   ├── HandshakeError             502
     │   ├── LayoutMismatchError        502
+    │   ├── ChecksumError              502  what arrived is not what was sent
     │   └── TransferTimeoutError       504
     ├── ModelError                     500  a model cannot be loaded
     │   ├── ModelFileError
@@ -183,6 +184,11 @@ class LayoutMismatchError(TransferError):
     code = "layout_mismatch"
     retryable = False
     grpc_status = "FAILED_PRECONDITION"
+
+
+class ChecksumError(TransferError):
+    code = "checksum_mismatch"
+    grpc_status = "DATA_LOSS"
 
 
 class TransferTimeoutError(TransferError):

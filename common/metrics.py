@@ -100,6 +100,11 @@ TRANSFER_SECONDS = Histogram(
     ["role", "instance"],
     buckets=_FAST,
 )
+CORRUPT_BLOCKS = Counter(
+    "isthmus_kv_corrupt_blocks",
+    "Received KV blocks that are not what was sent, by their checksums",
+    ["role", "instance", "connector"],
+)
 NOTIFICATIONS_IGNORED = Counter(
     "isthmus_kv_notifications_ignored",
     "Notifications of a peer that changed nothing, by reason",

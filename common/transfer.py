@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 
 from isthmus.common.ids import BlockId, RequestId, TransferId
 from isthmus.common.kv_layout import KvLayout
 from isthmus.common.types import InstanceRef
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
+
+
+class Checksum(Enum):
+    """What a sender says about the content of each block."""
+
+    NONE = "none"
+    XXH3 = "xxh3"
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +29,8 @@ class TransferTicket:
                           decode's own hits | written by the prefill instance into
                                             | target_block_ids[0], target_block_ids[1], …
 
-    The source must not post a write after ``deadline_ns`` (unix time; it travels as time left).
+    Blocks are the target's, of its size. The source must not post a write after ``deadline_ns``
+    (unix time; it travels as time left).
     """
 
     transfer_id: TransferId
@@ -34,10 +43,16 @@ class TransferTicket:
     layout_hash: str
     deadline_ns: int
     protocol_version: int = PROTOCOL_VERSION
+    checksum: Checksum = Checksum.NONE
 
     @property
     def num_blocks(self) -> int:
         return len(self.target_block_ids)
+
+    def tokens_of(self, first_index: int, stop_index: int, block_size: int) -> range:
+        """Tokens of ``target_block_ids[first_index:stop_index]``, each of ``block_size``."""
+        first, stop = self.first_block + first_index, self.first_block + stop_index
+        return range(first * block_size, min(stop * block_size, self.num_tokens))
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,3 +76,5 @@ class TransferOffer:
     instance: InstanceRef
     connector: str
     ranks: tuple[RankEndpoint, ...]
+    checksum: Checksum = Checksum.NONE
+    """What this side can compute and may; used where both sides offer it."""

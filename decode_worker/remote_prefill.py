@@ -106,6 +106,7 @@ class RemotePrefill:
             num_tokens=len(self._request.token_ids),
             layout_hash=runtime.engine.kv_layout.compat_hash,
             deadline_ns=self._request.deadline_ns,
+            checksum=runtime.transfers.checksum_with(self._source),
         )
 
     async def _first_token(self, session: ReceiveSession) -> PrefillFirstToken:

@@ -66,11 +66,15 @@ class WriteOwner(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Write:
-    """One write on its way. ``expires_ns`` is monotonic: it is never posted from then on."""
+    """One write on its way. ``expires_ns`` is monotonic: it is never posted from then on.
+
+    A ``notification`` that is costly to make is made on the connector's thread, right before the
+    write is posted.
+    """
 
     peer: PeerName
     ops: Sequence[CopyOp]
-    notification: bytes
+    notification: bytes | Callable[[], bytes]
     expires_ns: int
     owner: WriteOwner
     handle: WriteHandle | None = None
@@ -139,6 +143,10 @@ class ConnectorDriver:
             self.num_open_writes -= 1
             self.open_bytes -= write.num_bytes
         return sweep
+
+    async def run(self, function: Callable[[], T]) -> T:
+        """Runs ``function`` on the connector's thread. Raises what it raises."""
+        return await asyncio.wrap_future(self._call(function))
 
     async def add_peer(self, metadata: bytes, region: MemoryRegion, timeout_s: float) -> PeerName:
         """Raises HandshakeError from the connector and TimeoutError when it takes too long."""
@@ -249,7 +257,16 @@ class ConnectorDriver:
     def _post(self, write: Write, sweep: Sweep) -> bool:
         """True when the write has a handle, that is, when something may have been sent."""
         try:
-            write.handle = self._connector.post_write(write.peer, write.ops, write.notification)
+            note = (
+                write.notification
+                if isinstance(write.notification, bytes)
+                else write.notification()
+            )
+        except Exception as error:  # noqa: BLE001 - its owner must hear of it; nothing was sent
+            sweep.ended.append((write, Outcome.NOT_POSTED, _unforeseen("notification", error)))
+            return False
+        try:
+            write.handle = self._connector.post_write(write.peer, write.ops, note)
         except TransferError as error:
             sweep.ended.append((write, Outcome.NOT_POSTED, error))
             return False

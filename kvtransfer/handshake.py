@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from isthmus.common.errors import HandshakeError, LayoutMismatchError, StaleEpochError
 from isthmus.common.kv_layout import KvLayout
-from isthmus.common.transfer import PROTOCOL_VERSION, RankEndpoint, TransferOffer
+from isthmus.common.transfer import PROTOCOL_VERSION, Checksum, RankEndpoint, TransferOffer
 from isthmus.common.types import InstanceRef
 from isthmus.kvtransfer.interface import MemoryRegion
 from isthmus.kvtransfer.plan import check_plannable
@@ -24,6 +24,7 @@ def make_offer(
     region: MemoryRegion,
     num_blocks: int,
     layout: KvLayout,
+    checksum: Checksum = Checksum.NONE,
 ) -> TransferOffer:
     return TransferOffer(
         protocol_version=PROTOCOL_VERSION,
@@ -40,6 +41,7 @@ def make_offer(
                 layout=layout,
             ),
         ),
+        checksum=checksum,
     )
 
 

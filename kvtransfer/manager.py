@@ -31,12 +31,13 @@ from isthmus.common.errors import (
 from isthmus.common.ids import InstanceId, TransferId
 from isthmus.common.kv_layout import KvLayout
 from isthmus.common.logging import RateLimitedLog, get_logger
-from isthmus.common.transfer import TransferOffer, TransferTicket
+from isthmus.common.transfer import Checksum, TransferOffer, TransferTicket
 from isthmus.common.types import InstanceRef
+from isthmus.kvtransfer.checksums import BlockReader, host_reader, offered_checksum
 from isthmus.kvtransfer.driver import ConnectorDriver, Outcome, Sweep, Write
 from isthmus.kvtransfer.handshake import make_offer
 from isthmus.kvtransfer.interface import Connector, MemoryRegion, PeerName
-from isthmus.kvtransfer.notification import decode
+from isthmus.kvtransfer.notification import Notification, decode
 from isthmus.kvtransfer.observer import Side, SilentObserver, TransferObserver
 from isthmus.kvtransfer.peers import PeerTable
 from isthmus.kvtransfer.receive_session import Ignored, ReceiveSession
@@ -67,9 +68,13 @@ class TransferManager:
         self._config = config
         self._clock = clock
         self._observer: TransferObserver = observer or SilentObserver()
+        checksum = offered_checksum(config, region)
+        self._read: BlockReader | None = None
+        if checksum is not Checksum.NONE:
+            self._read = host_reader(region, layout, num_blocks)
         self._driver = ConnectorDriver(connector, region, clock)
         self._offer = make_offer(
-            me, connector.name, self._driver.metadata, region, num_blocks, layout
+            me, connector.name, self._driver.metadata, region, num_blocks, layout, checksum
         )
         self._peers = PeerTable(
             self._offer, self._driver, config.handshake_timeout_ms, self._peer_leaves
@@ -110,6 +115,11 @@ class TransferManager:
         """True after a handshake with exactly this epoch."""
         return self._peers.find(ref) is not None
 
+    def checksum_with(self, ref: InstanceRef) -> Checksum:
+        """What tickets from ``ref`` must ask for, after a handshake with exactly this epoch."""
+        peer = self._peers.find(ref)
+        return peer.checksum if peer is not None else Checksum.NONE
+
     async def forget(self, instance_id: InstanceId, *, is_gone: bool = False) -> None:
         """A peer was lost: its sessions fail with InstanceLostError and the connector drops it.
 
@@ -137,6 +147,7 @@ class TransferManager:
         """For the decode side, before the ticket leaves. Raises StaleEpochError,
         LayoutMismatchError, DeadlineError or TransferError (target blocks that cannot be right)."""
         self._check_ticket(ticket, ticket.target, self._layout, self._num_blocks)
+        self._check_checksum(ticket, ticket.source)
         self._peers.check_epoch(ticket.source)
         if ticket.transfer_id in self._receives:
             raise TransferError("this transfer id is in use", stage="transfer")
@@ -166,7 +177,8 @@ class TransferManager:
         self._check_ticket(ticket, ticket.source, peer.rank.layout, peer.rank.num_blocks)
         if ticket.transfer_id in self._sends:
             raise TransferError("this transfer id is in use", stage="transfer")
-        route = Route(peer.name, self._layout, self._num_blocks, peer.rank.layout)
+        self._check_checksum(ticket, ticket.target)
+        route = Route(peer.name, self._layout, self._num_blocks, peer.rank.layout, self._read)
         session = SendSession(ticket, route, self._deadline_ns(ticket), self._quarantine_ns, self)
         self._sends[ticket.transfer_id] = session
         self._opened("send", ticket)
@@ -205,6 +217,15 @@ class TransferManager:
         if self._has_failed:
             raise TransferError("the poller failed", stage="transfer")
         check_ticket(ticket, addressee, self._me, target, num_target_blocks, self._clock.now_ns())
+
+    def _check_checksum(self, ticket: TransferTicket, other: InstanceRef) -> None:
+        agreed = self.checksum_with(other)
+        if ticket.checksum is not agreed:
+            raise HandshakeError(
+                f"checksum: {agreed.value} agreed, {ticket.checksum.value} in the ticket",
+                stage="transfer",
+                instance_id=other.instance_id,
+            )
 
     def _deadline_ns(self, ticket: TransferTicket) -> int:
         """Monotonic."""
@@ -341,17 +362,17 @@ class TransferManager:
                 self.bytes_sent += write.num_bytes
             write.owner.write_ended(write, outcome, error)
         for peer_name, payload in sweep.notifications:
-            self._accept(peer_name, payload)
+            await self._accept(peer_name, payload)
         self._rest(sweep.started_ns, self._receives.values())
         return sweep
 
-    def _accept(self, peer_name: PeerName, payload: bytes) -> None:
-        ignored = self._deliver(peer_name, payload)
+    async def _accept(self, peer_name: PeerName, payload: bytes) -> None:
+        ignored = await self._deliver(peer_name, payload)
         if ignored is not None:
             self.ignored[ignored] += 1
             self._observer.notification_ignored(ignored)
 
-    def _deliver(self, peer_name: PeerName, payload: bytes) -> Ignored | None:
+    async def _deliver(self, peer_name: PeerName, payload: bytes) -> Ignored | None:
         note = decode(payload)
         if note is None:
             return Ignored.MALFORMED
@@ -360,10 +381,21 @@ class TransferManager:
             return Ignored.UNKNOWN
         if not self._peers.speaks_for(peer_name, session.ticket.source):
             return Ignored.FOREIGN
+        num_corrupt = await self._count_corrupt(session, note)
         before = session.num_bytes
-        ignored = session.accept(note)
+        ignored = session.accept(note, num_corrupt)
         self.bytes_received += session.num_bytes - before
         return ignored
+
+    async def _count_corrupt(self, session: ReceiveSession, note: Notification) -> int:
+        """On the connector's thread: it takes a millisecond for each ten megabytes."""
+        check, read = session.check_of(note), self._read
+        if check is None or read is None:
+            return 0
+        num_corrupt = await self._driver.run(lambda: check.count_corrupt(read))
+        if num_corrupt:
+            self._observer.blocks_corrupt(num_corrupt)
+        return num_corrupt
 
     @staticmethod
     def _rest(started_ns: int, sessions: Iterable[ReceiveSession]) -> None:

@@ -18,10 +18,17 @@ class TransferObserver(Protocol):
 
     def notification_ignored(self, reason: Ignored) -> None: ...
 
+    def blocks_corrupt(self, num_blocks: int) -> None:
+        """Blocks arrived whose checksums are not those that the sender computed."""
+        ...
+
 
 class SilentObserver:
     def session_ended(self, side: Side, state: str, num_bytes: int, seconds: float) -> None:
         pass
 
     def notification_ignored(self, reason: Ignored) -> None:
+        pass
+
+    def blocks_corrupt(self, num_blocks: int) -> None:
         pass

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from isthmus.common.errors import HandshakeError, IsthmusError, StaleEpochError
 from isthmus.common.ids import InstanceId
-from isthmus.common.transfer import RankEndpoint, TransferOffer
+from isthmus.common.transfer import Checksum, RankEndpoint, TransferOffer
 from isthmus.common.types import InstanceRef
 from isthmus.kvtransfer.driver import ConnectorDriver
 from isthmus.kvtransfer.handshake import check_epoch, check_offer
@@ -27,6 +27,7 @@ class Peer:
     ref: InstanceRef
     rank: RankEndpoint
     name: PeerName
+    checksum: Checksum  # of every transfer between the two
 
 
 class PeerTable:
@@ -77,7 +78,8 @@ class PeerTable:
             )
             # No proof that the older process has ended: a stopped one may yet wake up and write.
             await self._drop(ref.instance_id, replaced, is_gone=False)
-            peer = Peer(ref, rank, await self._add(ref, rank))
+            checksum = offer.checksum if offer.checksum is self._ours.checksum else Checksum.NONE
+            peer = Peer(ref, rank, await self._add(ref, rank), checksum)
             self._by_id[ref.instance_id] = self._by_name[peer.name] = peer
             self._newest[ref.instance_id] = ref
 

@@ -2,7 +2,8 @@
 
 ::
 
-    RESERVED ──▶ RECEIVING ──▶ COMPLETE                 every block × layer is there, exactly once
+    RESERVED ──▶ RECEIVING ──▶ COMPLETE                 every block × layer is there, exactly once,
+        │            │                                  and is what was sent (checksums)
         └────────────┴────────▶ FAILED │ CANCELLED │ EXPIRED
 
 Two questions are kept apart. *Did it arrive?* is the state. *Can a write still land?* is
@@ -23,14 +24,17 @@ from typing import Protocol
 from isthmus.common.clock import NS_PER_MS
 from isthmus.common.errors import (
     CancelledError,
+    ChecksumError,
     IsthmusError,
     TransferError,
     TransferTimeoutError,
 )
 from isthmus.common.kv_layout import KvLayout
 from isthmus.common.state_machine import Transitions
-from isthmus.common.transfer import TransferTicket
+from isthmus.common.transfer import Checksum, TransferTicket
+from isthmus.kvtransfer.checksums import BlockCheck
 from isthmus.kvtransfer.notification import Flags, Notification
+from isthmus.kvtransfer.plan import Side
 
 # Rest is counted in time between sweeps, and no gap counts for more than this: while this process
 # was stopped nothing drained, so such time is no rest.
@@ -199,8 +203,19 @@ class ReceiveSession:
 
     # --- for the manager -----------------------------------------------------------------------
 
-    def accept(self, note: Notification) -> Ignored | None:
-        """A notification from the right peer. None when it counted."""
+    def check_of(self, note: Notification) -> BlockCheck | None:
+        """What has to be compared before ``accept``; None when nothing has to."""
+        is_chunk = Flags.ABORTED not in note.flags and note.chunk not in self._chunks
+        if not (self.is_open and note.checksums and is_chunk) or self._violation(note):
+            return None
+        size = self._layout.block_size
+        tokens = self.ticket.tokens_of(note.first_block, note.first_block + note.num_blocks, size)
+        side = Side(self._layout, self.ticket.target_block_ids, self.ticket.first_block * size)
+        return BlockCheck(side, tokens, note.checksums)
+
+    def accept(self, note: Notification, num_corrupt: int = 0) -> Ignored | None:
+        """A notification from the right peer; ``num_corrupt`` of its blocks are not what was sent.
+        None when it counted."""
         if Flags.ABORTED in note.flags:
             return self._accept_abort(note)
         if note.chunk in self._chunks:
@@ -209,7 +224,9 @@ class ReceiveSession:
         if (violation := self._violation(note)) is not None:
             self.fail(TransferError(f"chunk {note.chunk}: {violation}", stage="transfer"))
             return None if was_open else Ignored.LATE
-        if self._state is ReceiveState.RESERVED:
+        if num_corrupt:
+            self.fail(self._corruption(note, num_corrupt))
+        elif self._state is ReceiveState.RESERVED:
             self._state = RECEIVE_TRANSITIONS.check(self._state, ReceiveState.RECEIVING)
         self._cover(note)
         self._watch()
@@ -272,10 +289,19 @@ class ReceiveSession:
             return f"layers [{note.layer_first}, {note.layer_last}] of {self._layout.num_layers}"
         if self._num_chunks is not None and note.chunk >= self._num_chunks:
             return f"only {self._num_chunks} chunks were announced"
+        if bool(note.checksums) is not (self.ticket.checksum is not Checksum.NONE):
+            return f"{len(note.checksums)} checksums, the ticket says {self.ticket.checksum.value}"
         layers = _layer_bits(note)
         if any(present & layers for present in self._layers_present[note.first_block : last_block]):
             return "writes blocks that another chunk wrote"
         return None
+
+    def _corruption(self, note: Notification, num_corrupt: int) -> ChecksumError:
+        return ChecksumError(
+            f"chunk {note.chunk}: {num_corrupt} of {note.num_blocks} blocks are not what was sent",
+            stage="transfer",
+            instance_id=self.ticket.source.instance_id,
+        )
 
     def _cover(self, note: Notification) -> None:
         self._chunks.add(note.chunk)

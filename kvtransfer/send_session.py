@@ -14,7 +14,7 @@ ended, tells the receiver so (ABORTED), with QUIET when nothing of them can stil
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
@@ -28,11 +28,15 @@ from isthmus.common.errors import (
 from isthmus.common.ids import BlockId
 from isthmus.common.kv_layout import KvLayout
 from isthmus.common.state_machine import Transitions
-from isthmus.common.transfer import TransferTicket
+from isthmus.common.transfer import Checksum, TransferTicket
+from isthmus.kvtransfer.checksums import BlockReader, block_checksums
 from isthmus.kvtransfer.driver import MAX_WRITE_BYTES, Outcome, Write
 from isthmus.kvtransfer.interface import PeerName
 from isthmus.kvtransfer.notification import Flags, Notification
-from isthmus.kvtransfer.plan import Side, blocks_of, plan_copies
+from isthmus.kvtransfer.plan import Side, blocks_of, plan_copies, shared_heads
+
+# Bounds what a notification carries and how many copies one write is made of.
+MAX_WRITE_BLOCKS = 512
 
 
 class SendState(Enum):
@@ -67,6 +71,7 @@ class Route:
     source: KvLayout
     num_source_blocks: int
     target: KvLayout
+    read: BlockReader | None = None  # of the source's blocks; needed for checksums
 
 
 class SendHost(Protocol):
@@ -164,7 +169,8 @@ class SendSession:
     def source_blocks(self, first_index: int, stop_index: int) -> range:
         """Which blocks of the sequence hold, on this side, the tokens of the ticket's target blocks
         ``[first_index, stop_index)``."""
-        return blocks_of(self._tokens(first_index, stop_index), self._route.source.block_size)
+        tokens = self.ticket.tokens_of(first_index, stop_index, self._route.target.block_size)
+        return blocks_of(tokens, self._route.source.block_size)
 
     async def drained(self) -> None:
         """Returns when every write is done after the last push, else raises what ended the
@@ -241,23 +247,16 @@ class SendSession:
             raise ValueError(f"source blocks outside the store: {list(block_ids)}")
 
     def _chunks(self, first_index: int, end: int) -> Iterator[tuple[int, int]]:
-        per_chunk = max(1, MAX_WRITE_BYTES // self._route.target.block_bytes)
+        fitting = max(1, MAX_WRITE_BYTES // self._route.target.block_bytes)
+        per_chunk = min(fitting, MAX_WRITE_BLOCKS)
         for start in range(first_index, end, per_chunk):
             yield start, min(start + per_chunk, end)
 
-    def _tokens(self, first_index: int, end: int) -> range:
-        """Of the ticket's target blocks ``[first_index, end)``."""
-        size = self._route.target.block_size
-        before = self.ticket.first_block
-        return range(
-            (before + first_index) * size, min((before + end) * size, self.ticket.num_tokens)
-        )
-
     def _push_chunk(self, first_index: int, end: int, source: Side, is_last: bool) -> None:
+        size = self._route.target.block_size
+        tokens = self.ticket.tokens_of(first_index, end, size)
         target = Side(
-            self._route.target,
-            self.ticket.target_block_ids,
-            self.ticket.first_block * self._route.target.block_size,
+            self._route.target, self.ticket.target_block_ids, self.ticket.first_block * size
         )
         note = Notification(
             transfer_id=self.ticket.transfer_id,
@@ -273,12 +272,23 @@ class SendSession:
         self._host.submit(
             Write(
                 peer=self._route.peer,
-                ops=plan_copies(source, target, self._tokens(first_index, end)),
-                notification=note.encode(),
+                ops=plan_copies(source, target, tokens),
+                notification=self._sealed(note, source, tokens),
                 expires_ns=self.expires_ns,
                 owner=self,
             )
         )
+
+    def _sealed(
+        self, note: Notification, source: Side, tokens: range
+    ) -> bytes | Callable[[], bytes]:
+        read, target = self._route.read, self._route.target
+        if self.ticket.checksum is Checksum.NONE or read is None:
+            return note.encode()
+        heads = shared_heads(source.layout, target)
+        return lambda: note.checked(
+            block_checksums(read, source, tokens, target.block_size, heads)
+        ).encode()
 
     def _come_to_rest(self) -> None:
         if self._state is SendState.DRAINING_NIC:

@@ -20,7 +20,7 @@ from isthmus.common.kv_events import (
 )
 from isthmus.common.kv_layout import KvLayout
 from isthmus.common.timeline import Event, Timeline
-from isthmus.common.transfer import RankEndpoint, TransferOffer, TransferTicket
+from isthmus.common.transfer import Checksum, RankEndpoint, TransferOffer, TransferTicket
 from isthmus.common.types import (
     FinishReason,
     InstanceRef,
@@ -68,6 +68,7 @@ _ACTION_TO_PB = {
     RouteAction.REJECT: router_pb2.ROUTE_ACTION_REJECT,
 }
 _ACTION_FROM_PB = {value: key for key, value in _ACTION_TO_PB.items()}
+_EVENTS = {event.value: event for event in Event}
 
 
 def ms_left(deadline_ns: int) -> int:
@@ -233,10 +234,8 @@ def timeline_to_pb(timeline: Timeline) -> pb.Timeline:
 
 def timeline_from_pb(message: pb.Timeline) -> Timeline:
     """Events that this version does not know are left out."""
-    known = {event.value for event in Event}
-    return Timeline(
-        {Event(item.event): item.at_unix_ns for item in message.events if item.event in known}
-    )
+    found = ((_EVENTS.get(item.event), item.at_unix_ns) for item in message.events)
+    return Timeline({event: at_ns for event, at_ns in found if event is not None})
 
 
 def finish_reason_to_pb(reason: FinishReason | None) -> pb.FinishReason:
@@ -473,6 +472,7 @@ def ticket_to_pb(ticket: TransferTicket) -> pb.TransferTicket:
         layout_hash=ticket.layout_hash,
         timeout_ms=ms_left(ticket.deadline_ns),
         protocol_version=ticket.protocol_version,
+        checksum=ticket.checksum.value,
     )
 
 
@@ -488,7 +488,13 @@ def ticket_from_pb(message: pb.TransferTicket) -> TransferTicket:
         layout_hash=message.layout_hash,
         deadline_ns=instant_after(message.timeout_ms),
         protocol_version=message.protocol_version,
+        checksum=_checksum_from_pb(message.checksum),
     )
+
+
+def _checksum_from_pb(value: str) -> Checksum:
+    """NONE for one that is not known here: whoever counts on it will miss it."""
+    return next((each for each in Checksum if each.value == value), Checksum.NONE)
 
 
 def decision_to_pb(decision: RouteDecision) -> router_pb2.RouteDecision:
@@ -542,6 +548,7 @@ def offer_to_pb(offer: TransferOffer) -> transfer_pb2.TransferOffer:
             )
             for rank in offer.ranks
         ],
+        checksum=offer.checksum.value,
     )
 
 
@@ -562,4 +569,5 @@ def offer_from_pb(message: transfer_pb2.TransferOffer) -> TransferOffer:
             )
             for rank in message.ranks
         ),
+        checksum=_checksum_from_pb(message.checksum),
     )

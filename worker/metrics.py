@@ -37,6 +37,7 @@ _EXPORTED = (
     metrics.TRANSFERS_OPEN,
     metrics.TRANSFER_BYTES,
     metrics.TRANSFER_SECONDS,
+    metrics.CORRUPT_BLOCKS,
     metrics.NOTIFICATIONS_IGNORED,
     metrics.HOLD_EXPIRED,
     metrics.ABORTED,
@@ -81,6 +82,7 @@ class InstanceMetrics:
         self._aborted = metrics.ABORTED.labels(*self._labels)
         self._exposed = metrics.TRANSFER_SECONDS.labels(*self._labels)
         self._expired = metrics.HOLD_EXPIRED.labels(*self._labels)
+        self._corrupt = metrics.CORRUPT_BLOCKS.labels(*self._labels, connector)
         self._bind_gauges(engine)
 
     def _bind_gauges(self, engine: EngineCore) -> None:
@@ -135,6 +137,9 @@ class InstanceMetrics:
 
     def notification_ignored(self, reason: Ignored) -> None:
         metrics.NOTIFICATIONS_IGNORED.labels(*self._labels, reason.value).inc()
+
+    def blocks_corrupt(self, num_blocks: int) -> None:
+        self._corrupt.inc(num_blocks)
 
 
 def _follow(gauge: Gauge, read: Callable[[], float]) -> None:

@@ -13,7 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+import numpy as np
+
 from isthmus.common.errors import ConfigError, TransferError
+from isthmus.kvtransfer.checksums import host_bytes
 from isthmus.kvtransfer.interface import (
     Connector,
     CopyOp,
@@ -22,6 +25,8 @@ from isthmus.kvtransfer.interface import (
     WriteHandle,
     WriteState,
 )
+
+_FLIP_SEARCH_BYTES = 16 * 2**20
 
 
 class FaultKind(Enum):
@@ -32,6 +37,7 @@ class FaultKind(Enum):
     DROP = "drop"  # the bytes land, the notification does not come
     DUPLICATE = "duplicate"  # the notification comes twice
     CORRUPT = "corrupt"  # the first copy brings bytes of a neighbour
+    FLIP = "flip"  # the first byte of the first copy is another one
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,13 +99,13 @@ class FakeConnector:
         self._inner = inner
         self._faults = tuple(faults)
         self._num_writes = 0
-        self._region_bytes = 0
+        self._region: MemoryRegion | None = None
         self._handles = itertools.count(1)
         self._plain: dict[WriteHandle, WriteHandle] = {}
         self._scripted: dict[WriteHandle, _Scripted] = {}
 
     def register(self, region: MemoryRegion) -> None:
-        self._region_bytes = region.num_bytes
+        self._region = region
         self._inner.register(region)
 
     def metadata(self) -> bytes:
@@ -162,14 +168,31 @@ class FakeConnector:
             notification = b""
         elif write.kind is FaultKind.CORRUPT:
             ops = (self._shifted(ops[0]), *ops[1:])
+        elif write.kind is FaultKind.FLIP:
+            ops = (*self._flipped(ops[0]), *ops[1:])
         write.inner = self._inner.post_write(write.peer, ops, notification)
 
     def _shifted(self, op: CopyOp) -> CopyOp:
         """The same place in the target, filled from the copy's neighbour in the source."""
+        assert self._region is not None
         after = op.source_offset + op.num_bytes
-        has_next = after + op.num_bytes <= self._region_bytes
+        has_next = after + op.num_bytes <= self._region.num_bytes
         offset = after if has_next else op.source_offset - op.num_bytes
         return CopyOp(offset, op.target_offset, op.num_bytes)
+
+    def _flipped(self, op: CopyOp) -> tuple[CopyOp, ...]:
+        """The same bytes, but for the first, which is taken from where another value is found: the
+        source itself stays as it is."""
+        region = self._region
+        assert region is not None
+        assert region.device == "cpu", "flip reads host memory"
+        memory = host_bytes(region)
+        other = np.flatnonzero(memory[:_FLIP_SEARCH_BYTES] != memory[op.source_offset])
+        if not len(other):
+            raise TransferError("the region holds one value only", stage="transfer")
+        rest = CopyOp(op.source_offset + 1, op.target_offset + 1, op.num_bytes - 1)
+        first = CopyOp(int(other[-1]), op.target_offset, 1)
+        return (first, rest) if rest.num_bytes else (first,)
 
     def _poll_scripted(self, write: _Scripted) -> WriteState:
         if write.is_failed:

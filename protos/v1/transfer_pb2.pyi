@@ -24,18 +24,20 @@ class RankEndpoint(_message.Message):
     def __init__(self, tp_rank: _Optional[int] = ..., agent_metadata: _Optional[bytes] = ..., base_address: _Optional[int] = ..., num_bytes: _Optional[int] = ..., num_blocks: _Optional[int] = ..., layout: _Optional[_Union[_common_pb2.KvLayout, _Mapping]] = ...) -> None: ...
 
 class TransferOffer(_message.Message):
-    __slots__ = ("protocol_version", "layout_hash", "instance", "connector", "ranks")
+    __slots__ = ("protocol_version", "layout_hash", "instance", "connector", "ranks", "checksum")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_HASH_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     CONNECTOR_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     layout_hash: str
     instance: _common_pb2.InstanceRef
     connector: str
     ranks: _containers.RepeatedCompositeFieldContainer[RankEndpoint]
-    def __init__(self, protocol_version: _Optional[int] = ..., layout_hash: _Optional[str] = ..., instance: _Optional[_Union[_common_pb2.InstanceRef, _Mapping]] = ..., connector: _Optional[str] = ..., ranks: _Optional[_Iterable[_Union[RankEndpoint, _Mapping]]] = ...) -> None: ...
+    checksum: str
+    def __init__(self, protocol_version: _Optional[int] = ..., layout_hash: _Optional[str] = ..., instance: _Optional[_Union[_common_pb2.InstanceRef, _Mapping]] = ..., connector: _Optional[str] = ..., ranks: _Optional[_Iterable[_Union[RankEndpoint, _Mapping]]] = ..., checksum: _Optional[str] = ...) -> None: ...
 
 class HandshakeRequest(_message.Message):
     __slots__ = ("offer",)

@@ -11,7 +11,7 @@ import pytest
 
 from isthmus.common.clock import NS_PER_MS
 from isthmus.common.ids import BlockId, InstanceId, RequestId, new_transfer_id
-from isthmus.common.transfer import TransferTicket
+from isthmus.common.transfer import Checksum, TransferTicket
 from isthmus.common.types import InstanceRef
 from tests.support.connector_process import drive_until
 from tests.support.transfer_process import LAYOUT, NUM_BLOCKS, TransferProcess
@@ -52,6 +52,7 @@ def open_both(prefill: TransferProcess, decode: TransferProcess, timeout_ms: int
         num_tokens=len(TARGET) * LAYOUT.block_size,
         layout_hash=LAYOUT.compat_hash,
         deadline_ns=time.time_ns() + timeout_ms * NS_PER_MS,
+        checksum=Checksum.XXH3,
     )
     decode.call("open_receive", ticket)
     prefill.call("open_send", ticket)

@@ -13,6 +13,7 @@ import pytest
 from isthmus.common.cluster import InstanceInfo, Role
 from isthmus.common.config import ClusterConfig
 from isthmus.common.ids import InstanceId
+from isthmus.common.metrics import CORRUPT_BLOCKS
 from isthmus.common.rpc import create_channel
 from isthmus.protos import convert
 from isthmus.protos.v1 import prefill_pb2, prefill_pb2_grpc
@@ -147,6 +148,20 @@ async def test_logprobs_of_the_first_token_are_not_repeated_on_fallback() -> Non
         assert [item.token_id for item in answer.logprobs] == answer.tokens
         assert [item.token_id for item in answer.prompt_logprobs] == list(PROMPT[1:])
         await pair.wait_idle()
+
+
+@pytest.mark.parametrize("script", ["0:flip", "2:flip", "3:corrupt", "0+:flip"])
+async def test_a_corrupt_chunk_never_reaches_a_client(script: str) -> None:
+    corrupt = CORRUPT_BLOCKS.labels("decode", "decode-0", "fake")
+    before = corrupt._value.get()
+    async with start_pair(faulty(script)) as pair:
+        answer = await pair.run(max_tokens=9)
+        assert_fell_back(answer, await pair.local(max_tokens=9))
+        assert corrupt._value.get() > before
+        await pair.wait_idle()
+        # The prefix that was computed here is sound, also for those that share it.
+        again = await pair.stream.run(make_request(PROMPT, max_tokens=9), None)
+        assert again.tokens == answer.tokens
 
 
 async def test_unlike_layouts_are_refused_and_the_prompt_computed_here() -> None:

@@ -28,19 +28,24 @@ from isthmus.kvtransfer.send_session import SendSession
 
 LAYOUT = KvLayout("model", num_layers=2, num_kv_heads=1, head_dim=4, block_size=4, dtype="float32")
 NUM_BLOCKS = 32
-CONFIG = TransferConfig(connector="fake", deadline_ms=1000, quarantine_ms=300)
+CONFIG = TransferConfig(connector="fake", deadline_ms=1000, quarantine_ms=300, checksum="none")
+CHECKED = CONFIG.model_copy(update={"checksum": "xxh3"})
 
 
 @dataclass
 class RecordingObserver:
     ended: list[tuple[Side, str, int]] = field(default_factory=list)
     ignored: list[Ignored] = field(default_factory=list)
+    num_corrupt: int = 0
 
     def session_ended(self, side: Side, state: str, num_bytes: int, seconds: float) -> None:
         self.ended.append((side, state, num_bytes))
 
     def notification_ignored(self, reason: Ignored) -> None:
         self.ignored.append(reason)
+
+    def blocks_corrupt(self, num_blocks: int) -> None:
+        self.num_corrupt += num_blocks
 
 
 class TransferEnd:
@@ -88,9 +93,15 @@ class TransferPair:
     fabric: LocalFabric
 
     def ticket(
-        self, target_block_ids: Sequence[int], first_block: int = 0, timeout_ms: int = 1000
+        self,
+        target_block_ids: Sequence[int],
+        first_block: int = 0,
+        timeout_ms: int = 1000,
+        num_tokens: int | None = None,
     ) -> TransferTicket:
+        """``num_tokens``: all that the blocks hold, if it is not given."""
         num_blocks = first_block + len(target_block_ids)
+        layout = self.decode.layout
         return TransferTicket(
             transfer_id=new_transfer_id(),
             request_id=RequestId("request"),
@@ -98,15 +109,19 @@ class TransferPair:
             target=self.decode.ref,
             first_block=first_block,
             target_block_ids=tuple(BlockId(block) for block in target_block_ids),
-            num_tokens=num_blocks * LAYOUT.block_size,
-            layout_hash=LAYOUT.compat_hash,
+            num_tokens=num_tokens or num_blocks * layout.block_size,
+            layout_hash=layout.compat_hash,
             deadline_ns=self.clock.now_ns() + timeout_ms * NS_PER_MS,
+            checksum=self.decode.manager.checksum_with(self.prefill.ref),
         )
 
     def open(
-        self, target_block_ids: Sequence[int], timeout_ms: int = 1000
+        self,
+        target_block_ids: Sequence[int],
+        timeout_ms: int = 1000,
+        num_tokens: int | None = None,
     ) -> tuple[SendSession, ReceiveSession]:
-        ticket = self.ticket(target_block_ids, timeout_ms=timeout_ms)
+        ticket = self.ticket(target_block_ids, timeout_ms=timeout_ms, num_tokens=num_tokens)
         receive = self.decode.manager.open_receive(ticket)
         return self.prefill.manager.open_send(ticket), receive
 
@@ -137,12 +152,17 @@ def blocks(*block_ids: int) -> list[BlockId]:
 
 
 @asynccontextmanager
-async def transfer_pair(script: str = "") -> AsyncIterator[TransferPair]:
+async def transfer_pair(
+    script: str = "",
+    config: TransferConfig = CONFIG,
+    source: KvLayout = LAYOUT,
+    target: KvLayout = LAYOUT,
+) -> AsyncIterator[TransferPair]:
     """``script``: faults of the prefill side's writes. Both sides have shaken hands."""
     clock, fabric = VirtualClock(10**18), LocalFabric()
     pair = TransferPair(
-        TransferEnd("prefill-0", 1, fabric, clock, script),
-        TransferEnd("decode-0", 1, fabric, clock),
+        TransferEnd("prefill-0", 1, fabric, clock, script, source, config),
+        TransferEnd("decode-0", 1, fabric, clock, "", target, config),
         clock,
         fabric,
     )

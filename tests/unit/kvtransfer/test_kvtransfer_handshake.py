@@ -29,8 +29,8 @@ def test_like_offers_match() -> None:
 
 
 def test_version_is_looked_at_before_anything_else() -> None:
-    unreadable = offer(protocol_version=2, layout_hash="?", connector="?", ranks=())
-    with pytest.raises(HandshakeError, match="version: 1 here, 2 at decode-0"):
+    unreadable = offer(protocol_version=3, layout_hash="?", connector="?", ranks=())
+    with pytest.raises(HandshakeError, match="version: 2 here, 3 at decode-0"):
         check_offer(OURS, unreadable)
 
 

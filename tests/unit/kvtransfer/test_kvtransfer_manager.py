@@ -20,7 +20,7 @@ from isthmus.common.errors import (
     TransferTimeoutError,
 )
 from isthmus.common.ids import BlockId, InstanceId
-from isthmus.common.transfer import TransferTicket
+from isthmus.common.transfer import Checksum, TransferTicket
 from isthmus.kvtransfer.interface import PeerName
 from isthmus.kvtransfer.notification import Flags, Notification
 from isthmus.kvtransfer.receive_session import Ignored, ReceiveState
@@ -150,7 +150,8 @@ def _broken(pair: TransferPair, **changes: object) -> TransferTicket:
 @pytest.mark.parametrize(
     ("changes", "error"),
     [
-        ({"protocol_version": 2}, HandshakeError),
+        ({"protocol_version": 3}, HandshakeError),
+        ({"checksum": Checksum.XXH3}, HandshakeError),
         ({"layout_hash": "other"}, LayoutMismatchError),
         ({"deadline_ns": 10**18}, DeadlineError),
         ({"target_block_ids": (BlockId(0), BlockId(0))}, TransferError),

@@ -1,0 +1,131 @@
+"""One call of paged attention, checked once, and what both of its kernels are launched with."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+import triton
+
+from isthmus.kernels.triton.attention_tile import LOG2_E
+from isthmus.kernels.triton.quant import as_bytes
+
+LaunchArgument = torch.Tensor | int | float | bool | None
+
+_KV_DTYPES = {torch.float32, torch.float16, torch.bfloat16}
+_QUANTISED_DTYPES = {torch.int8, torch.float8_e4m3fn}
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """Arguments as ``Kernels.paged_attention`` has them, lengths known, ``out`` [T, H·D] added.
+
+    q may be a view: rows at any distance, the heads of a row side by side. kv may have any block
+    stride; within a block it is contiguous.
+    """
+
+    q: torch.Tensor
+    kv: torch.Tensor
+    layer: int
+    query_start: torch.Tensor
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+    out: torch.Tensor
+    scale: float
+    sliding_window: int | None
+    soft_cap: float | None
+    kv_scales: torch.Tensor | None
+    max_query_len: int
+    max_seq_len: int
+
+    def __post_init__(self) -> None:
+        _, num_heads, head_dim = self.q.shape
+        assert self.q.stride(2) == 1, self.q.stride()
+        assert self.q.stride(1) == head_dim, self.q.stride()
+        assert self.kv.shape[5] == head_dim, (self.kv.shape, head_dim)
+        assert num_heads % self.num_kv_heads == 0, (num_heads, self.num_kv_heads)
+        assert self.kv[0].is_contiguous()
+        indices = (self.query_start, self.seq_lens, self.block_table)
+        assert all(x.dtype == torch.int32 and x.stride(-1) == 1 for x in indices)
+        assert self.query_start.shape[0] == self.num_sequences + 1
+        assert self.scale > 0, self.scale
+        if self.kv_scales is None:
+            assert self.kv.dtype in _KV_DTYPES, self.kv.dtype
+        else:
+            assert self.kv.dtype in _QUANTISED_DTYPES, self.kv.dtype
+            assert self.kv_scales.shape == self.kv.shape[:-1], self.kv_scales.shape
+            assert self.kv_scales[0].is_contiguous()
+
+    @property
+    def num_tokens(self) -> int:
+        return self.q.shape[0]
+
+    @property
+    def num_sequences(self) -> int:
+        return self.seq_lens.shape[0]
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.kv.shape[3]
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share a KV head."""
+        return self.q.shape[1] // self.num_kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.q.shape[2]
+
+    @property
+    def d_tile(self) -> int:
+        """The head size as a tile has it: a power of two that the matrix units take."""
+        return max(16, triton.next_power_of_2(self.head_dim))
+
+    @property
+    def num_sms(self) -> int:
+        return _num_sms(self.q.device)
+
+    def launch_arguments(self) -> dict[str, LaunchArgument]:
+        """The arguments that the decode and the prefill kernel have in common."""
+        # exp(x) is exp2(x · log₂e); tanh takes e²ˣ, hence twice that under a soft cap.
+        if self.soft_cap is None:
+            score_scale, inner_scale = self.scale * LOG2_E.value, 0.0
+        else:
+            score_scale = self.soft_cap * LOG2_E.value
+            inner_scale = 2.0 * LOG2_E.value * self.scale / self.soft_cap
+        scales = None if self.kv_scales is None else self.kv_scales[:, self.layer]
+        return {
+            "q": self.q,
+            "kv": as_bytes(self.kv[:, self.layer]),
+            "kv_scales": scales,
+            "query_start": self.query_start,
+            "seq_lens": self.seq_lens,
+            "block_table": self.block_table,
+            "out": self.out,
+            "num_tokens": self.num_tokens,
+            "q_stride": self.q.stride(0),
+            "block_stride": self.kv.stride(0),
+            "scale_block_stride": 0 if scales is None else scales.stride(0),
+            "table_stride": self.block_table.stride(0),
+            "score_scale": score_scale,
+            "inner_scale": inner_scale,
+            "window": self.sliding_window or 0,
+            "GROUP": self.group_size,
+            "G": self.num_kv_heads,
+            "B": self.kv.shape[4],
+            "D": self.head_dim,
+            "D_TILE": self.d_tile,
+            "WINDOWED": self.sliding_window is not None,
+            "SOFT_CAPPED": self.soft_cap is not None,
+            "UPCAST": bool(triton.knobs.runtime.interpret),
+        }
+
+
+@functools.cache
+def _num_sms(device: torch.device) -> int:
+    """Multiprocessors; one on the CPU, where the kernels are interpreted."""
+    if device.type == "cpu":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
