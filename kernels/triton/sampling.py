@@ -100,14 +100,9 @@ def weigh(logits, weights, vocab_size, peak, temperature, BLOCK: tl.constexpr):
         scaled = tl.math.div_rn(values - peak, tl.broadcast_to(temperature, values.shape))
         block_weights = tl.exp(scaled)
         tl.store(weights + ids, block_weights, mask=inside)
-        sums += to_units(block_weights)
+        sums += (block_weights * _UNITS).to(tl.int64)
     tl.debug_barrier()  # from now on any thread reads what another has written
     return tl.sum(sums, axis=0)
-
-
-@triton.jit
-def to_units(weight):
-    return (weight * _UNITS).to(tl.int64)
 
 
 @triton.jit
@@ -120,7 +115,7 @@ def measure(weights, vocab_size, least, BLOCK: tl.constexpr):
         block_weights = tl.load(weights + ids, mask=ids < vocab_size, other=-1.0)
         is_counted = block_weights >= least
         counts += is_counted.to(tl.int64)
-        sums += tl.where(is_counted, to_units(block_weights), 0)
+        sums += tl.where(is_counted, (block_weights * _UNITS).to(tl.int64), 0)
     return tl.sum(counts, axis=0), tl.sum(sums, axis=0)
 
 
@@ -173,7 +168,8 @@ def kept_units(weights, ids, vocab_size, hi, lo, ties, min_p):
     is_tie = (block_weights >= lo.to(tl.float32, bitcast=True)) & (is_above == 0)
     places = tl.cumsum(is_tie.to(tl.int32), axis=0)
     is_kept = (is_above | (is_tie & (places <= ties))) & (block_weights >= min_p)
-    return tl.where(is_kept, to_units(block_weights), 0), tl.sum(is_tie.to(tl.int64), axis=0)
+    units = tl.where(is_kept, (block_weights * _UNITS).to(tl.int64), 0)
+    return units, tl.sum(is_tie.to(tl.int64), axis=0)
 
 
 @triton.jit
@@ -235,7 +231,7 @@ def _draw_kernel(
             _, above = measure(weights, vocab_size, hi.to(tl.float32, bitcast=True), BLOCK)
             _, all_from = measure(weights, vocab_size, lo.to(tl.float32, bitcast=True), BLOCK)
             # Either the ties are equal, or all of them are kept.
-            one = to_units(lo.to(tl.float32, bitcast=True))
+            one = (lo.to(tl.float32, bitcast=True) * _UNITS).to(tl.int64)
             total = tl.where(hi - lo > 1, all_from, above + ties * one)
             count = limit
         share = tl.load(top_p + row)
@@ -356,7 +352,8 @@ def describe_tokens(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int)
 
 
 def _block_size(vocab_size: int) -> int:
-    return min(_BLOCK, max(128, triton.next_power_of_2(vocab_size)))
+    whole: int = triton.next_power_of_2(vocab_size)
+    return min(_BLOCK, max(128, whole))
 
 
 def _adjust_case(label: str, has_penalties: bool, has_bitmask: bool) -> CompileCase:

@@ -55,9 +55,9 @@ def _around(value: float, most: float) -> list[float]:
 
 
 @st.composite
-def sampling_cases(draw: st.DrawFn, most_tokens: int) -> SamplingCase:
+def sampling_cases(draw: st.DrawFn, most_rows: int, most_tokens: int) -> SamplingCase:
     """Logits with equals among them, some so small that they weigh nothing, and masked ones."""
-    num_rows = draw(st.integers(1, 3))
+    num_rows = draw(st.integers(1, most_rows))
     vocab_size = draw(st.integers(1, most_tokens))
     random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     logits = random.normal(0, draw(st.sampled_from([0.0, 1.0, 4.0, 60.0])), (num_rows, vocab_size))

@@ -87,6 +87,7 @@ class InterpreterProcess:
             self._connection.send((function, dict(arguments)))
             if not self._connection.poll(CALL_DEADLINE_S):
                 self._process.kill()
+                self._process.wait()
                 pytest.fail(f"{function}: no end within {CALL_DEADLINE_S:.0f} s", pytrace=False)
             outcome, text = self._connection.recv()
         except (EOFError, OSError):
