@@ -54,6 +54,11 @@ class EngineConfig(Node):
         True, description="keep blocks of finished prompts for prompts that begin alike"
     )
     num_threads: int = Field(1, ge=1, description="CPU threads of the engine's kernels")
+    kernels: dict[str, str] = Field(
+        default_factory=dict,
+        description="implementation (cpu, triton, reference) of an op, where it is to be another "
+        "than the fastest; `isthmus doctor --kernels` lists the ops",
+    )
     device: str = Field("cpu", description="cpu or cuda:N; of several ranks the first one's")
     tp_size: int = Field(
         1, ge=1, le=64, description="ranks (processes, devices) that hold an instance's model"
@@ -189,6 +194,16 @@ class ClusterConfig(Node):
     logging: LoggingConfig = LoggingConfig()
     host: str = Field("127.0.0.1", description="address on which workers listen")
     state_dir: str = Field("", description="run-time state; default: the user's state folder")
+
+    @model_validator(mode="after")
+    def _ranks_send_no_kv(self) -> ClusterConfig:
+        for role, pool in (("prefill", self.prefill), ("decode", self.decode)):
+            if pool.engine.tp_size > 1:
+                raise ValueError(
+                    f"{role}.engine.tp_size ({pool.engine.tp_size}) must be 1: KV goes between "
+                    "instances of one rank only; use mixed instances, with mixed.engine.tp_size"
+                )
+        return self
 
     @model_validator(mode="after")
     def _reservations_outlive_requests(self) -> ClusterConfig:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from isthmus.common.cluster import Role
-from isthmus.common.config import ClusterConfig
+from isthmus.common.config import ClusterConfig, PoolConfig
 from isthmus.controlplane.actuators.base import pool_of
 
 
@@ -25,8 +25,8 @@ def plan_cpus(config: ClusterConfig, cores: Sequence[int]) -> dict[str, tuple[in
     """Cores of each instance by name; an empty tuple means "not pinned".
 
     A pool with ``cpus`` of its own has each of its instances pinned to just these. The others get
-    disjoint cores, as many as their engine has threads, when there are enough for all of them and
-    there is more than one instance to keep apart.
+    disjoint cores, as many as their engine has threads on all ranks, when there are enough for all
+    of them and there is more than one rank to keep apart.
     """
     wanted = [
         (instance_name(role, index), pool_of(config, role))
@@ -35,19 +35,25 @@ def plan_cpus(config: ClusterConfig, cores: Sequence[int]) -> dict[str, tuple[in
     ]
     taken = {core for _, pool in wanted for core in pool.cpus}
     free = [core for core in cores if core not in taken]
-    is_roomy = len(wanted) > 1 and len(free) >= sum(
-        pool.engine.num_threads for _, pool in wanted if not pool.cpus
+    num_ranks = sum(pool.engine.tp_size for _, pool in wanted)
+    is_roomy = num_ranks > 1 and len(free) >= sum(
+        _num_threads(pool) for _, pool in wanted if not pool.cpus
     )
     plan: dict[str, tuple[int, ...]] = {}
     for name, pool in wanted:
         if pool.cpus:
             plan[name] = tuple(pool.cpus)
         elif is_roomy:
-            plan[name] = tuple(free[: pool.engine.num_threads])
-            free = free[pool.engine.num_threads :]
+            plan[name] = tuple(free[: _num_threads(pool)])
+            free = free[_num_threads(pool) :]
         else:
             plan[name] = ()
     return plan
+
+
+def _num_threads(pool: PoolConfig) -> int:
+    """Of all ranks of an instance."""
+    return pool.engine.num_threads * pool.engine.tp_size
 
 
 def with_cpus(config: ClusterConfig, role: Role, cpus: tuple[int, ...]) -> ClusterConfig:

@@ -126,11 +126,12 @@ def estimate_memory(config: ClusterConfig, files: ModelFiles) -> MemoryEstimate:
 
 
 def _instance_bytes(pool: PoolConfig, weights: int) -> int:
+    processes = PROCESS_BYTES * pool.engine.tp_size
     if pool.engine.device != "cpu":
-        return PROCESS_BYTES
+        return processes
     # A fixed number of blocks is checked by the engine, which knows the size of a block.
     kv = 0 if pool.engine.num_blocks else int(pool.engine.kv_cache_gib * GIB)
-    return PROCESS_BYTES + weights + kv
+    return processes + weights + kv
 
 
 def weight_bytes(model: ModelConfig, files: ModelFiles) -> int:

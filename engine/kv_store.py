@@ -34,6 +34,7 @@ def layout_of(spec: ModelSpec, block_size: int) -> KvLayout:
         dtype=spec.dtype,
         tp_rank=spec.tp_rank,
         tp_size=spec.tp_size,
+        total_kv_heads=spec.total_kv_heads,
     )
 
 

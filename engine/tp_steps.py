@@ -133,4 +133,4 @@ def common_num_blocks(config: EngineConfig, spec: ModelSpec, group: TpGroup) -> 
     """KV blocks of every rank: so many that all ranks' together take ``kv_cache_gib``."""
     own = layout_of(spec, config.block_size).block_bytes
     sizes = [int.from_bytes(part) for part in group.exchange(own.to_bytes(8))]
-    return config.num_blocks or int(config.kv_cache_gib * _GIB) // sum(sizes)
+    return config.num_blocks or max(1, int(config.kv_cache_gib * _GIB) // sum(sizes))

@@ -103,7 +103,9 @@ def _load(
         host=invitation.host,
         timeout_s=start_s,
     )
-    model = load_model(config.model, device, engine.num_threads, group)
+    model = load_model(
+        config.model, device, engine.num_threads, group, kernels_by_op=engine.kernels
+    )
     num_blocks = common_num_blocks(engine, model.spec, group)
     kv_store = KvStore(layout_of(model.spec, engine.block_size), num_blocks, device)
     group.set_timeout(engine.tp_timeout_ms / 1000)

@@ -119,7 +119,11 @@ class Ranks:
             timeout_s=self._start_s,
         )
         model = load_model(
-            self._args.config.model, self._engine.device, self._engine.num_threads, group
+            self._args.config.model,
+            self._engine.device,
+            self._engine.num_threads,
+            group,
+            kernels_by_op=self._engine.kernels,
         )
         num_blocks = common_num_blocks(self._engine, model.spec, group)
         for _ in self._links:

@@ -99,7 +99,13 @@ async def _run(args: WorkerArgs, remember: Callable[[StopRequest], None]) -> Exi
     build_role = importlib.import_module(ROLE_MODULES[args.role]).build_role
     stop = StopRequest()
     remember(stop)
-    return await run_worker(args, build_role, stop)
+    launcher = None
+    if pool_of(args).engine.tp_size > 1:
+        # Here, not above: an instance of one process needs nothing of it.
+        from isthmus.worker.ray_ranks import RayLauncher
+
+        launcher = RayLauncher()
+    return await run_worker(args, build_role, stop, launcher=launcher)
 
 
 def remote_worker_class() -> ray.actor.ActorClass:

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from isthmus.cli.options import DEFAULT_CLUSTER, ClusterName, Output, StateDir, running_cluster
 from isthmus.cli.output import OutputFormat, print_json, print_table, stdout, table
+from isthmus.common.cluster import InstanceInfo
 from isthmus.controlplane.client import ClusterStatus, InstanceStatus, cluster_status
 
 
@@ -45,8 +46,16 @@ def status(
     stdout.print(f"gateway  {escape(cluster.gateway_url)}  {health}")
     print_table(instance_table(cluster))
     for item in cluster.instances:
+        if item.info is not None and item.info.kv_layout.tp_size > 1:
+            stdout.print(describe_ranks(item.info))
+    for item in cluster.instances:
         if item.last_exit:
             stdout.print(f"{item.instance_id} last ended: {escape(item.last_exit)}")
+
+
+def describe_ranks(info: InstanceInfo) -> str:
+    pids = ", ".join(map(str, info.rank_pids))
+    return f"{info.instance_id} has tp_size {info.kv_layout.tp_size}; pids of its ranks: {pids}"
 
 
 def gateway_status(url: str) -> GatewayStatus:

@@ -1,4 +1,6 @@
-"""Workers as Ray actors: one actor in one placement group per instance.
+"""Workers as Ray actors: one placement group per instance, with a bundle for each of its ranks.
+
+The leader's actor is started here; it starts those of its followers (``worker.ray_ranks``).
 
 Without an address a private Ray is started for this cluster alone: on the loopback interface, with
 a token of its own, no usage reports and no dashboard pages; it ends with this process, whatever way
@@ -50,12 +52,13 @@ _GONE_TIMEOUT_S = 5.0
 _RESTART_PERIOD_S = 0.25  # Ray has no event for "restarted"
 
 
+LEADER_BUNDLE = 0
 _PLACE = "isthmus_instance"
 _NUM_PLACES = 10_000
 
 
 def instance_resources(spec: ProcessSpec, *, is_private: bool) -> dict[str, float]:
-    """The placement group's one bundle.
+    """The placement group's bundle of one rank.
 
     A shared Ray hands out CPUs. In a private one nobody else competes, and an operator who scales
     beyond the cores of one machine means it: there an instance takes a place, not a CPU.
@@ -97,11 +100,15 @@ class RayActuator:
     async def start(self, spec: ProcessSpec) -> RayHandle:
         """Raises CapacityError when Ray has no room for the instance."""
         resources = instance_resources(spec, is_private=self.is_private)
-        group = await self._call(lambda: placement_group([resources], name=self._full_name(spec)))
+        bundles = [dict(resources) for _ in range(spec.pool.engine.tp_size)]
+        group = await self._call(
+            lambda: placement_group(bundles, strategy="PACK", name=self._full_name(spec))
+        )
         if not await self._call(lambda: group.wait(PLACEMENT_TIMEOUT_S)):
             await self._call(lambda: remove_placement_group(group))
             wanted = ", ".join(f"{amount:g} {name}" for name, amount in resources.items())
-            message = f"cannot place {spec.name}: Ray has no node with {wanted} free"
+            ranks = f" for each of {len(bundles)} ranks" if len(bundles) > 1 else ""
+            message = f"cannot place {spec.name}: Ray has no node with {wanted} free{ranks}"
             raise CapacityError(message, stage="start", instance_id=spec.name)
         actor = await self._call(lambda: self._create_actor(spec, group))
         handle = RayHandle(spec, group, actor, self)
@@ -183,7 +190,9 @@ class RayActuator:
             "max_restarts": -1,
             "max_task_retries": 0,
             "name": self._full_name(spec),
-            "scheduling_strategy": PlacementGroupSchedulingStrategy(placement_group=group),
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                placement_group=group, placement_group_bundle_index=LEADER_BUNDLE
+            ),
         }
         if self._address:
             options["runtime_env"] = {"env_vars": process_environment(spec.num_threads)}

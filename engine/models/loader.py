@@ -76,6 +76,7 @@ class _Source:
             weight_bytes=self.weight_bytes,
             tp_rank=shard.rank,
             tp_size=shard.size,
+            total_kv_heads=config.num_kv_heads,
         )
 
 
@@ -95,22 +96,25 @@ def load_model(
     num_threads: int,
     group: TpGroup | None = None,
     split: Split | None = None,
+    kernels_by_op: Mapping[str, str] | None = None,
 ) -> LanguageModel:
     """Loads ``model`` onto ``device`` (``cpu``, ``cuda``, ``cuda:N``), for ``num_threads`` threads.
 
     With a ``group``, the part of this rank, while every other rank loads its own. ``split`` None =
     what suits the device: on the CPU, where tokens must not depend on placement, OUTPUT.
+    ``kernels_by_op`` names implementations as ``engine.kernels`` does.
 
     Raises ModelFileError, UnknownArchitectureError, ModelTooLargeError; ConfigError for a device
-    that is not there, a ``max_model_len`` beyond the model's or a number of ranks that its heads
-    cannot be dealt to; InstanceLostError when another rank ends meanwhile.
+    that is not there, a ``max_model_len`` beyond the model's, a number of ranks that its heads
+    cannot be dealt to or kernels that are not to be had; InstanceLostError when another rank ends
+    meanwhile.
     """
     group = group or SingleRank()
     target = _checked_device(device)
     split = split or (Split.OUTPUT if target.type == "cpu" else Split.INPUT)
     source = _open(model, group, split)
     _check_fits(source, target)
-    kernels = select(device, num_threads)
+    kernels = select(device, num_threads, overrides=kernels_by_op)
     config = source.config
     to_digest = share_of(expected_shapes(config), group.rank, group.size)
     reader = WeightReader(source.checkpoint, kernels, source.dtype, target, source.cuts, to_digest)

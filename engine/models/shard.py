@@ -19,10 +19,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from itertools import pairwise
 from math import prod
 
 from isthmus.common.errors import ConfigError
+from isthmus.common.kv_layout import dealt, head_ranges
 from isthmus.engine.models.config import DecoderConfig
 
 Parts = tuple[range, ...]
@@ -86,21 +86,19 @@ def shard_of(config: DecoderConfig, rank: int, size: int) -> Shard:
             param="engine.tp_size",
         )
     per_group = config.num_heads // config.num_kv_heads
+    kv_heads = head_ranges(config.num_kv_heads, size)
     if size <= config.num_kv_heads:
-        kv_heads = _dealt(config.num_kv_heads, size)
         query_heads = tuple(_scaled(heads, per_group) for heads in kv_heads)
     else:
-        copies = size // config.num_kv_heads
-        kv_heads = tuple(range(r // copies, r // copies + 1) for r in range(size))
-        query_heads = _dealt(config.num_heads, size)
+        query_heads = dealt(config.num_heads, size)
     return Shard(
         rank=rank,
         size=size,
         query_heads=query_heads,
         kv_heads=kv_heads,
-        ffn=_dealt(config.ffn_size, size),
-        hidden=_dealt(config.hidden_size, size),
-        vocab=_dealt(config.vocab_size, size),
+        ffn=dealt(config.ffn_size, size),
+        hidden=dealt(config.hidden_size, size),
+        vocab=dealt(config.vocab_size, size),
     )
 
 
@@ -145,12 +143,6 @@ def share_of(shapes: Mapping[str, tuple[int, ...]], rank: int, size: int) -> set
         if lightest == rank:
             share.add(name)
     return share
-
-
-def _dealt(total: int, size: int) -> Parts:
-    """``total`` in ranges that differ by one at most, the longer ones first."""
-    bounds = [-(-total * rank // size) for rank in range(size + 1)]
-    return tuple(range(start, end) for start, end in pairwise(bounds))
 
 
 def _scaled(items: range, width: int) -> range:

@@ -48,6 +48,7 @@ class ModelSpec:
     weight_bytes: int  # of this rank
     tp_rank: int = 0
     tp_size: int = 1
+    total_kv_heads: int = 0  # of all ranks, each counted once; 0 = num_kv_heads
 
 
 class LanguageModel(Protocol):

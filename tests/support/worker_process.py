@@ -37,8 +37,8 @@ START_TIMEOUT_S = 100.0
 ENVIRON = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "UCX_MODULES": "^ib"}
 
 
-_forkserver = multiprocessing.get_context("forkserver")
-_forkserver.set_forkserver_preload(
+forkserver = multiprocessing.get_context("forkserver")
+forkserver.set_forkserver_preload(
     [*sorted(set(MODULES.values())), "isthmus.engine.models.loader", "isthmus.gateway.main"]
 )
 
@@ -68,7 +68,7 @@ class ChildProcess:
                     env={**os.environ, **ENVIRON},
                 )
         else:
-            self._forked = _forkserver.Process(
+            self._forked = forkserver.Process(
                 target=_run_module, args=(module, argv, str(log), ENVIRON), daemon=True
             )
             self._forked.start()

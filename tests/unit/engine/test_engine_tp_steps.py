@@ -1,0 +1,124 @@
+"""What a leader tells its followers, and what becomes of steps that fail."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+import torch
+
+from isthmus.common.config import EngineConfig
+from isthmus.common.errors import InstanceLostError, InternalError
+from isthmus.engine.models.types import ForwardBatch
+from isthmus.engine.tp_group import SingleRank
+from isthmus.engine.tp_steps import (
+    Follower,
+    LeaderModel,
+    common_num_blocks,
+    decode_step,
+    encode_step,
+)
+from tests.support.engine_driver import Driver, generate, make_prompt, make_request
+from tests.support.tiny_model import TinyModel, make_tiny_core
+
+
+def batch(logits_index: list[int]) -> ForwardBatch:
+    return ForwardBatch(
+        input_ids=torch.tensor([5, 6, 7]),
+        positions=torch.tensor([0, 1, 0]),
+        slot_mapping=torch.tensor([4, 5, 8]),
+        query_start=torch.tensor([0, 2, 3], dtype=torch.int32),
+        seq_lens=torch.tensor([2, 1], dtype=torch.int32),
+        block_table=torch.tensor([[1], [2]], dtype=torch.int32),
+        logits_index=torch.tensor(logits_index, dtype=torch.int64),
+        max_query_len=2,
+        max_seq_len=2,
+    )
+
+
+@pytest.mark.parametrize("logits_index", [[1, 2], []])
+def test_a_batch_arrives_as_it_was_sent(logits_index: list[int]) -> None:
+    sent = batch(logits_index)
+    number, received = decode_step(encode_step(7, sent))
+    assert number == 7
+    for field in fields(ForwardBatch):
+        expected, value = getattr(sent, field.name), getattr(received, field.name)
+        if isinstance(expected, torch.Tensor):
+            assert value.dtype == expected.dtype
+            assert torch.equal(value, expected)
+        else:
+            assert value == expected
+
+
+def kv_of(model: TinyModel) -> torch.Tensor:
+    spec = model.spec
+    return torch.zeros(4, spec.num_layers, 2, spec.num_kv_heads, 4, spec.head_dim)
+
+
+def test_a_follower_writes_the_kv_that_the_leader_writes() -> None:
+    model = TinyModel()
+    leader_kv, follower_kv = kv_of(model), kv_of(model)
+    follower = Follower(TinyModel(), follower_kv, "cpu")
+    leader = LeaderModel(model, follower.run, "cpu")
+    for _ in range(2):
+        leader.forward(batch([2]), leader_kv)
+    assert leader_kv.count_nonzero()
+    assert torch.equal(follower_kv, leader_kv)
+
+
+def test_a_follower_that_missed_a_step_runs_no_other() -> None:
+    model = TinyModel()
+    follower = Follower(model, kv_of(model), "cpu")
+    follower.run(encode_step(1, batch([2])))
+    with pytest.raises(InternalError, match="step 3 came after step 1"):
+        follower.run(encode_step(3, batch([2])))
+    assert model.forward_sizes == [3]
+
+
+def test_tokens_are_those_of_the_model_alone() -> None:
+    requests = [
+        make_request("greedy", make_prompt(9)),
+        make_request("seeded", make_prompt(6, 1), temperature=0.9, seed=5),
+    ]
+    expected = [outcome.token_ids for outcome in generate(make_tiny_core(), *requests)]
+    model = TinyModel()
+    follower = Follower(TinyModel(), kv_of(model).new_zeros(65, 2, 2, 2, 4, 8), "cpu")
+    core = make_tiny_core(LeaderModel(model, follower.run, "cpu"))  # type: ignore[arg-type]
+    assert [outcome.token_ids for outcome in generate(core, *requests)] == expected
+
+
+def test_a_step_that_fails_on_a_rank_ends_the_engine_and_blames_no_request() -> None:
+    model = TinyModel()
+    core = make_tiny_core(LeaderModel(model, lambda _: None, "cpu"))  # type: ignore[arg-type]
+    core.add(make_request("one", make_prompt(9)))
+    driver = Driver(core)
+    assert driver.step()
+    model.fail_next = 1
+    with pytest.raises(InstanceLostError, match="told to fail"):
+        core.step()
+    assert driver.outcomes["one"].finish_reason is None
+
+
+def test_a_rank_that_cannot_be_told_ends_the_engine() -> None:
+    def refuse(_: bytes) -> None:
+        raise InstanceLostError("rank 1 is gone", stage="rank")
+
+    model = TinyModel()
+    core = make_tiny_core(LeaderModel(model, refuse, "cpu"))  # type: ignore[arg-type]
+    core.add(make_request("one", make_prompt(9)))
+    with pytest.raises(InstanceLostError, match="rank 1 is gone"):
+        core.step()
+    assert model.forward_sizes == []
+
+
+def test_blocks_are_as_many_as_all_ranks_together_have_room_for() -> None:
+    class Twins(SingleRank):
+        size = 2
+
+        def exchange(self, payload: bytes) -> list[bytes]:
+            return [payload, payload]
+
+    spec = TinyModel().spec
+    alone = common_num_blocks(EngineConfig(kv_cache_gib=0.01), spec, SingleRank())
+    assert common_num_blocks(EngineConfig(kv_cache_gib=0.01), spec, Twins()) == alone // 2
+    assert common_num_blocks(EngineConfig(num_blocks=7), spec, Twins()) == 7
