@@ -98,7 +98,7 @@ class EngineCore:
         """Loads the model and allocates the KV store. Raises ModelError and ConfigError."""
         from isthmus.engine.models.loader import load_model
 
-        loaded = load_model(model, engine.device, engine.num_threads)
+        loaded = load_model(model, engine.device, engine.num_threads, kernels_by_op=engine.kernels)
         return cls(loaded, engine, clock, model.max_model_len)
 
     @property

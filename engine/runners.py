@@ -25,7 +25,7 @@ def make_runner(
     device = device_of(config.device)
     if device.torch_device.type == "cpu" or model.spec.tp_size > 1:
         return ModelRunner(model, kv_store)
-    kernels = select(config.device, config.num_threads)
+    kernels = select(config.device, config.num_threads, overrides=config.kernels)
     return DeviceRunner(model, kernels, kv_store, config, max_model_len, device)
 
 
@@ -35,6 +35,6 @@ def measured_kv_bytes(model: LanguageModel, config: EngineConfig) -> int:
     is_open = not config.num_blocks and not config.kv_cache_gib
     if not is_open or device.torch_device.type == "cpu" or model.spec.tp_size > 1:
         return 0
-    kernels = select(config.device, config.num_threads)
+    kernels = select(config.device, config.num_threads, overrides=config.kernels)
     layout = layout_of(model.spec, config.block_size)
     return measure_kv_bytes(model, kernels, config, layout, device)

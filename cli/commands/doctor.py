@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import shutil
 import subprocess
@@ -13,6 +14,7 @@ from enum import Enum
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as package_version
 from pathlib import Path
+from typing import Annotated, Any
 
 import psutil
 import typer
@@ -21,12 +23,13 @@ from rich.markup import escape
 from isthmus.cli.options import Output
 from isthmus.cli.output import OutputFormat, print_json, stdout, table
 from isthmus.common.config import ClusterConfig, load_config
-from isthmus.common.errors import IsthmusError
+from isthmus.common.errors import ConfigError, IsthmusError
 from isthmus.common.memory import available_memory
 from isthmus.common.model_files import locate_model, sample_model_path
 from isthmus.controlplane import preflight
 
 _KERNELS_TIMEOUT_S = 300.0  # they may have to be compiled
+_TOO_SLOW = f"do not load within {_KERNELS_TIMEOUT_S:.0f} s"
 _COMPILERS = ("g++", "c++", "clang++")
 
 
@@ -46,8 +49,19 @@ class Finding:
     advice: str = ""
 
 
-def doctor(output: Output = OutputFormat.TEXT) -> None:
+def doctor(
+    kernels: Annotated[
+        bool, typer.Option("--kernels", help="List which kernel computes which op, and why.")
+    ] = False,
+    file: Annotated[
+        Path | None, typer.Argument(help="With --kernels: YAML file with the configuration.")
+    ] = None,
+    output: Output = OutputFormat.TEXT,
+) -> None:
     """Check this machine. Exit code 1 when a default cluster could not start."""
+    if kernels:
+        show_kernels(list_kernels(load_config(file)), output)
+        return
     findings = [check() for check in CHECKS]
     if output is OutputFormat.JSON:
         print_json(findings)
@@ -64,6 +78,39 @@ def show(findings: list[Finding]) -> None:
         level = f"[{styles[finding.level]}]{finding.level.value}[/]"
         made.add_row(level, finding.subject, escape(finding.detail), escape(finding.advice))
     stdout.print(made)
+
+
+def list_kernels(config: ClusterConfig) -> list[dict[str, Any]]:
+    """What ``isthmus.kernels.report`` says of the pools' engines, each kind of engine once.
+
+    Raises ConfigError when torch or the kernels of the configuration are not to be had."""
+    if importlib.util.find_spec("torch") is None:
+        raise ConfigError("kernels need torch: pip install 'isthmus[worker]'", stage="config")
+    engines: list[dict[str, Any]] = []
+    for pool in (config.prefill, config.decode, config.mixed):
+        engine = pool.engine.model_dump(include={"device", "num_threads", "kernels"})
+        if engine not in engines:
+            engines.append(engine)
+    try:
+        done = _run_python("-m", "isthmus.kernels.report", json.dumps(engines))
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(f"kernels {_TOO_SLOW}; is the machine busy?", stage="config") from error
+    if done.returncode != 0:
+        raise ConfigError(_last_line(done.stderr), stage="config", param="engine.kernels")
+    listed: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    return listed
+
+
+def show_kernels(listed: list[dict[str, Any]], output: OutputFormat) -> None:
+    if output is OutputFormat.JSON:
+        print_json(listed)
+        return
+    for engine in listed:
+        made = table("op", "implementation", "why")
+        for choice in engine["ops"]:
+            made.add_row(choice["op"], choice["implementation"], escape(choice["reason"]))
+        stdout.print(escape(f"{engine['device']}: {engine['description']}"))
+        stdout.print(made)
 
 
 def check_python() -> Finding:
@@ -108,27 +155,37 @@ def check_kernels() -> Finding:
         return Finding("kernels", Level.FAIL, "need torch", "pip install 'isthmus[worker]'")
     code = "from isthmus.kernels.registry import describe; print(describe())"
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", code],
-            capture_output=True,
-            text=True,
-            timeout=_KERNELS_TIMEOUT_S,
-            check=False,
-        )
+        done = _run_python("-c", code)
     except subprocess.TimeoutExpired:
         return Finding(
             "kernels",
             Level.FAIL,
-            f"do not load within {_KERNELS_TIMEOUT_S:.0f} s",
+            _TOO_SLOW,
             "is the machine busy? try again",
         )
     if done.returncode != 0:
-        lines = done.stderr.strip().splitlines() or ["no reason given"]
-        return Finding("kernels", Level.FAIL, lines[-1], "reinstall: rm -r .venv, make serve")
+        detail = _last_line(done.stderr)
+        return Finding("kernels", Level.FAIL, detail, "reinstall: rm -r .venv, make serve")
     detail = done.stdout.strip().splitlines()[-1]
     if not detail.startswith("cpu"):
         return Finding("kernels", Level.WARN, detail, "install g++ for the compiled kernels")
     return Finding("kernels", Level.OK, detail)
+
+
+def _run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Raises subprocess.TimeoutExpired."""
+    return subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=_KERNELS_TIMEOUT_S,
+        check=False,
+    )
+
+
+def _last_line(text: str) -> str:
+    lines = text.strip().splitlines() or ["no reason given"]
+    return lines[-1]
 
 
 def check_sample_model() -> Finding:

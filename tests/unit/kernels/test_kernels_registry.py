@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import FrozenInstanceError
+from pathlib import Path
 
 import pytest
 import torch
 
+from isthmus.common.config import ModelConfig
 from isthmus.common.errors import ConfigError
+from isthmus.engine.models.loader import load_model
 from isthmus.kernels import Kernels, reference, registry, select
 from isthmus.kernels.cpu import BuildError
 from isthmus.kernels.registry import OPS, SelectedKernels
+from tests.support.tiny_models import save, tiny_model
 
 
 def implementations(kernels: SelectedKernels) -> dict[str, str]:
@@ -99,3 +103,10 @@ def test_without_triton_a_gpu_takes_the_reference_and_says_why(
     kernels = select("cuda")
     assert {choice.implementation for choice in kernels.choices} == {"reference"}
     assert all("not installed" in choice.reason for choice in kernels.choices)
+
+
+def test_a_model_is_loaded_with_the_kernels_of_its_configuration(tmp_path: Path) -> None:
+    folder = ModelConfig(path=str(save(tiny_model("llama"), tmp_path / "tiny")))
+    with pytest.raises(ConfigError, match="did you mean 'silu_mul'"):
+        load_model(folder, "cpu", 1, kernels_by_op={"silu_mull": "reference"})
+    assert load_model(folder, "cpu", 1, kernels_by_op=dict.fromkeys(OPS[1:], "reference"))
