@@ -102,6 +102,12 @@ class TransferConfig(Node):
         description="compare every block that arrives with what was sent; auto = xxh3 where KV is "
         "in host memory",
     )
+    on_failure: Literal["fail", "reprefill", "recompute"] = Field(
+        "reprefill",
+        description="when a prompt could not be computed or moved: fail the request, try one other "
+        "prefill instance while there is time and no token is out, or compute it on the decode "
+        "instance at once (which is also what follows when the other fails)",
+    )
     fault_script: str = Field("", description="scripted faults of the fake connector (tests)")
 
 

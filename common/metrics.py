@@ -105,6 +105,11 @@ CORRUPT_BLOCKS = Counter(
     "Received KV blocks that are not what was sent, by their checksums",
     ["role", "instance", "connector"],
 )
+PREFILL_FAILURES = Counter(
+    "isthmus_prefill_failures",
+    "Prompts that another instance could not compute or send, by what was done and why",
+    ["role", "instance", "remedy", "reason"],
+)
 NOTIFICATIONS_IGNORED = Counter(
     "isthmus_kv_notifications_ignored",
     "Notifications of a peer that changed nothing, by reason",

@@ -143,6 +143,7 @@ class RouteDecision:
     action: RouteAction
     decode: InstanceRef | None
     prefill: InstanceRef | None  # None with a decode instance = local prefill there
+    alternate: InstanceRef | None = None  # to ask when ``prefill`` fails
     local_reason: LocalPrefillReason = LocalPrefillReason.NONE
     cached_tokens: int = 0  # predicted prefix hit where the prompt is computed
     predicted_ttft_ms: float = 0.0

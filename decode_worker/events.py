@@ -35,6 +35,7 @@ class Finished:
     timeline: Timeline
     local_reason: LocalPrefillReason
     transferred_bytes: int
+    failed_prefill: str = ""
 
 
 @dataclass(frozen=True, slots=True)

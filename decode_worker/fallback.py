@@ -2,17 +2,20 @@
 
 ::
 
-    first token not delivered  ──▶ compute the same request here
+    first token not delivered  ──▶ ask another prefill instance, once, while there is time for it
+                               ──▶ compute the same request here
     first token delivered      ──▶ resume here: prompt + first token, sampling goes on at token 1
 
-The client sees only latency, unless the request itself is at fault: that error is final wherever
-the request goes.
+The client sees only latency, unless the request itself is at fault (that error is final wherever
+the request goes) or the operator wants failures to show (``transfer.on_failure``).
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from enum import Enum
 
+from isthmus.common.clock import NS_PER_MS
 from isthmus.common.errors import (
     AuthenticationError,
     ContextLengthError,
@@ -39,6 +42,25 @@ def can_fall_back(error: IsthmusError) -> bool:
     never come this way.
     """
     return not isinstance(error, _FINAL)
+
+
+class Remedy(Enum):
+    FAIL = "fail"
+    REPREFILL = "reprefill"
+    RECOMPUTE = "recompute"
+
+
+def remedy_for(error: IsthmusError, policy: Remedy, can_reprefill: bool) -> Remedy:
+    """What to do about ``error``. ``can_reprefill``: there is somebody else to ask, and time."""
+    if policy is Remedy.FAIL or not can_fall_back(error):
+        return Remedy.FAIL
+    return Remedy.REPREFILL if policy is Remedy.REPREFILL and can_reprefill else Remedy.RECOMPUTE
+
+
+def has_time(now_ns: int, deadline_ns: int, predicted_ttft_ms: float) -> bool:
+    """Whether another attempt may take as long as the first was predicted to, and fail, and still
+    leave as much for computing the prompt here."""
+    return now_ns + 2 * predicted_ttft_ms * NS_PER_MS < deadline_ns
 
 
 def resumed(request: Request, delivered: tuple[int, ...]) -> Request:

@@ -4,6 +4,7 @@
 
     QUEUED ──▶ PREFILLING ──▶ RECEIVING ──▶ RUNNING ──▶ FINISHED
       │            │              │            ▲
+      │         ◀──┘ asks another │            │
       │            └──────────────┴─ falls back┤
       └── no prefill instance ────────────────┘
     any ──▶ FAILED (told to the client) │ ABORTED (nobody listens any more)
@@ -39,7 +40,7 @@ from isthmus.common.types import (
     Usage,
 )
 from isthmus.decode_worker.events import Failed, Finished, Outbox, Started, TokenDelta
-from isthmus.decode_worker.fallback import can_fall_back, resumed
+from isthmus.decode_worker.fallback import Remedy, has_time, remedy_for, resumed
 from isthmus.decode_worker.prefill_client import PrefillClient
 from isthmus.decode_worker.remote_prefill import RemotePrefill
 from isthmus.decode_worker.reservations import Reservations
@@ -65,7 +66,10 @@ GENERATION_TRANSITIONS: Transitions[GenerationState] = Transitions(
     {
         GenerationState.QUEUED: frozenset({GenerationState.PREFILLING, GenerationState.RUNNING})
         | _ENDS - {GenerationState.FINISHED},
-        GenerationState.PREFILLING: frozenset({GenerationState.RECEIVING, GenerationState.RUNNING})
+        # QUEUED: another prefill instance is asked, for which there must be blocks again.
+        GenerationState.PREFILLING: frozenset(
+            {GenerationState.QUEUED, GenerationState.RECEIVING, GenerationState.RUNNING}
+        )
         | _ENDS - {GenerationState.FINISHED},
         # FINISHED: the first token was the last.
         GenerationState.RECEIVING: frozenset({GenerationState.RUNNING}) | _ENDS,
@@ -101,6 +105,7 @@ class Generation:
         self._num_cached_tokens: int | None = None
         self._local_reason = LocalPrefillReason.NONE
         self._transferred_bytes = 0
+        self._failed_prefill = ""
         self._first_reason: FinishReason | None = None
         self._has_ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -133,12 +138,13 @@ class Generation:
         try:
             reservation = await self._prefill_at(source)
         except IsthmusError as error:
-            await self._fall_back(source, error)
+            remedy = self._remedy(source, error, self._decision.alternate)
+            if remedy is Remedy.REPREFILL:
+                await self._prefill_again()
+            else:
+                await self._recompute()
             return
-        if reservation is None:
-            self._finish_with_first_token()
-        else:
-            await self._decode(reservation)
+        await self._go_on(reservation)
 
     # --- prompt computed elsewhere ---------------------------------------------------------------
 
@@ -188,19 +194,57 @@ class Generation:
         self._runtime.cache_changed()
         await self._run_in_engine()
 
-    async def _fall_back(self, source: InstanceRef, error: IsthmusError) -> None:
-        """Computes the prompt here, or what is left of it after the first token."""
+    async def _go_on(self, reservation: Reservation | None) -> None:
+        if reservation is None:
+            self._finish_with_first_token()
+        else:
+            await self._decode(reservation)
+
+    def _remedy(
+        self, source: InstanceRef, error: IsthmusError, alternate: InstanceRef | None
+    ) -> Remedy:
+        """What to do after ``source`` failed. Raises ``error`` when nothing is to be done."""
         if self._now() >= self.request.deadline_ns:
             raise self._deadline_error() from error
-        if self.state is GenerationState.QUEUED or not can_fall_back(error):
-            raise error
+        if self.state is GenerationState.QUEUED:
+            raise error  # no blocks: nobody was asked yet
+        can_reprefill = (
+            alternate is not None
+            and self.state is GenerationState.PREFILLING
+            and has_time(self._now(), self.request.deadline_ns, self._decision.predicted_ttft_ms)
+        )
+        policy = Remedy(self._runtime.config.transfer.on_failure)
+        remedy = remedy_for(error, policy, can_reprefill)
+        self._failed_prefill = self._failed_prefill or source.instance_id
+        self._runtime.metrics.prefill_failed(remedy.value, error.code)
         log.warning(
-            "prefill failed, computing the prompt here",
+            "prefill failed",
             request_id=self.request.request_id,
             stage=error.stage or self.state.value,
             instance=source.instance_id,
             reason=error.message,
+            remedy=remedy.value,
         )
+        if remedy is Remedy.FAIL:
+            raise error
+        return remedy
+
+    async def _prefill_again(self) -> None:
+        """Asks the decision's other prefill instance; computes the prompt here when that fails."""
+        alternate = self._decision.alternate
+        assert alternate is not None, "there was somebody to ask"
+        self._move(GenerationState.QUEUED)
+        try:
+            reservation = await self._prefill_at(alternate)
+        except IsthmusError as error:
+            if self.state is not GenerationState.QUEUED:  # it was asked: there were blocks
+                self._remedy(alternate, error, None)
+            await self._recompute()
+            return
+        await self._go_on(reservation)
+
+    async def _recompute(self) -> None:
+        """Computes the prompt here, or what is left of it after the first token."""
         request = resumed(self.request, tuple(self._delivered))
         await self._run_here(request, LocalPrefillReason.PREFILL_FAILED)
 
@@ -277,6 +321,7 @@ class Generation:
                 self._timeline,
                 self._local_reason,
                 self._transferred_bytes,
+                self._failed_prefill,
             )
         )
 

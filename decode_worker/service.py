@@ -141,4 +141,5 @@ def _finished_to_pb(event: Finished) -> pb.Finished:
         timeline=timeline_to_pb(event.timeline),
         local_reason=event.local_reason.value,
         transferred_bytes=event.transferred_bytes,
+        failed_prefill=event.failed_prefill,
     )

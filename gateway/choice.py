@@ -102,6 +102,7 @@ class Choice:
         self.state = ChoiceState.IDLE
         self.decision: RouteDecision | None = None
         self.local_reason = LocalPrefillReason.NONE
+        self.failed_prefill = InstanceId("")
         self.timeline = Timeline()
         self.num_cached_tokens = 0
         self.num_retries = 0
@@ -210,6 +211,7 @@ class Choice:
         self.timeline.merge(end.timeline)
         self.transferred_bytes += end.transferred_bytes
         self.local_reason = end.local_reason
+        self.failed_prefill = end.failed_prefill
         asked = end.stop_token_id not in self._services.tokenizer.eos_token_ids
         self._finish(end.reason, end.stop_token_id if asked else None)
 
@@ -229,7 +231,7 @@ class Choice:
         if self.decision is not None:
             tpot_s = self.tpot_s
             tpot_ms = None if tpot_s is None else 1000 * tpot_s
-            self._services.router.report_finished(self.decision, self.local_reason, tpot_ms)
+            self._services.router.report_finished(self.decision, self.failed_prefill, tpot_ms)
         self._owner.on_change(self)
 
     def _first_token(self) -> None:

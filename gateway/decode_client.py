@@ -43,6 +43,7 @@ class GenerationEnd:
     """How a sequence ended, as the decode instance tells it."""
 
     __slots__ = (
+        "failed_prefill",
         "local_reason",
         "reason",
         "stop_token_id",
@@ -58,6 +59,7 @@ class GenerationEnd:
         self.timeline: Timeline = convert.timeline_from_pb(message.timeline)
         self.local_reason = _LOCAL_REASONS.get(message.local_reason, LocalPrefillReason.NONE)
         self.transferred_bytes = message.transferred_bytes
+        self.failed_prefill = InstanceId(message.failed_prefill)
 
 
 class GenerationSink(Protocol):

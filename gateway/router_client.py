@@ -14,7 +14,7 @@ from isthmus.common.cluster import InstanceInfo, InstanceState, Role
 from isthmus.common.errors import InstanceLostError, IsthmusError, NoInstanceError, TransferError
 from isthmus.common.hashing import block_hashes, root_hash
 from isthmus.common.ids import BlockHash, InstanceId, RequestId
-from isthmus.common.types import InstanceRef, LocalPrefillReason, RouteDecision
+from isthmus.common.types import InstanceRef, RouteDecision
 from isthmus.gateway.plan import GenerationPlan, PreparedPrompt
 from isthmus.router.router import Router
 from isthmus.router.types import Outcome, RouteQuery
@@ -69,11 +69,10 @@ class RouterClient:
         self._router.report(decision.decision_id, Outcome.first_token())
 
     def report_finished(
-        self, decision: RouteDecision, local_reason: LocalPrefillReason, tpot_ms: float | None
+        self, decision: RouteDecision, failed_prefill: InstanceId, tpot_ms: float | None
     ) -> None:
-        prefill_failed = local_reason is LocalPrefillReason.PREFILL_FAILED
-        blamed = decision.prefill.instance_id if prefill_failed and decision.prefill else None
-        self._router.report(decision.decision_id, Outcome.finished(tpot_ms, blamed))
+        """``failed_prefill``: who let the request down before it was served, "" = nobody."""
+        self._router.report(decision.decision_id, Outcome.finished(tpot_ms, failed_prefill or None))
 
     def report_cancelled(self, decision: RouteDecision) -> None:
         self._router.report(decision.decision_id, Outcome.cancelled())

@@ -157,6 +157,7 @@ class Router:
             action=RouteAction.ADMIT,
             decode=decode.info.ref,
             prefill=None if chosen.is_local else prefill.info.ref,
+            alternate=None if chosen.is_local else _alternate(candidates),
             local_reason=chosen.local_reason,
             cached_tokens=chosen.prefill.cached_tokens,
             predicted_ttft_ms=chosen.prefill.ttft_ms,
@@ -259,6 +260,21 @@ def _with_room(
         if option.is_full:
             filtered[option.view.instance_id] = FilterReason.FULL
     return roomy
+
+
+def _alternate(candidates: list[Candidate]) -> InstanceRef | None:
+    """Who else could compute the prompt for the first candidate's decode instance: the best."""
+    first = candidates[0]
+    return next(
+        (
+            other.prefill.view.info.ref
+            for other in candidates[1:]
+            if not other.is_local
+            and other.decode.view is first.decode.view
+            and other.prefill.view is not first.prefill.view
+        ),
+        None,
+    )
 
 
 def _preferred(

@@ -38,6 +38,7 @@ _EXPORTED = (
     metrics.TRANSFER_BYTES,
     metrics.TRANSFER_SECONDS,
     metrics.CORRUPT_BLOCKS,
+    metrics.PREFILL_FAILURES,
     metrics.NOTIFICATIONS_IGNORED,
     metrics.HOLD_EXPIRED,
     metrics.ABORTED,
@@ -112,6 +113,10 @@ class InstanceMetrics:
 
     def hold_expired(self) -> None:
         self._expired.inc()
+
+    def prefill_failed(self, remedy: str, reason: str) -> None:
+        """``reason``: the error's code."""
+        metrics.PREFILL_FAILURES.labels(*self._labels, remedy, reason).inc()
 
     def kv_ready(self, exposed_s: float) -> None:
         """``exposed_s``: from the first token until the KV was complete."""

@@ -22,7 +22,7 @@ ROUTE_ACTION_DEGRADE: RouteAction
 ROUTE_ACTION_REJECT: RouteAction
 
 class RouteDecision(_message.Message):
-    __slots__ = ("decision_id", "request_id", "action", "decode", "prefill", "local_reason", "cached_tokens", "predicted_ttft_ms", "predicted_tpot_ms", "policy", "reason", "ttl_ms")
+    __slots__ = ("decision_id", "request_id", "action", "decode", "prefill", "local_reason", "cached_tokens", "predicted_ttft_ms", "predicted_tpot_ms", "policy", "reason", "ttl_ms", "alternate")
     DECISION_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ACTION_FIELD_NUMBER: _ClassVar[int]
@@ -35,6 +35,7 @@ class RouteDecision(_message.Message):
     POLICY_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     TTL_MS_FIELD_NUMBER: _ClassVar[int]
+    ALTERNATE_FIELD_NUMBER: _ClassVar[int]
     decision_id: str
     request_id: str
     action: RouteAction
@@ -47,7 +48,8 @@ class RouteDecision(_message.Message):
     policy: str
     reason: str
     ttl_ms: int
-    def __init__(self, decision_id: _Optional[str] = ..., request_id: _Optional[str] = ..., action: _Optional[_Union[RouteAction, str]] = ..., decode: _Optional[_Union[_common_pb2.InstanceRef, _Mapping]] = ..., prefill: _Optional[_Union[_common_pb2.InstanceRef, _Mapping]] = ..., local_reason: _Optional[str] = ..., cached_tokens: _Optional[int] = ..., predicted_ttft_ms: _Optional[float] = ..., predicted_tpot_ms: _Optional[float] = ..., policy: _Optional[str] = ..., reason: _Optional[str] = ..., ttl_ms: _Optional[int] = ...) -> None: ...
+    alternate: _common_pb2.InstanceRef
+    def __init__(self, decision_id: _Optional[str] = ..., request_id: _Optional[str] = ..., action: _Optional[_Union[RouteAction, str]] = ..., decode: _Optional[_Union[_common_pb2.InstanceRef, _Mapping]] = ..., prefill: _Optional[_Union[_common_pb2.InstanceRef, _Mapping]] = ..., local_reason: _Optional[str] = ..., cached_tokens: _Optional[int] = ..., predicted_ttft_ms: _Optional[float] = ..., predicted_tpot_ms: _Optional[float] = ..., policy: _Optional[str] = ..., reason: _Optional[str] = ..., ttl_ms: _Optional[int] = ..., alternate: _Optional[_Union[_common_pb2.InstanceRef, _Mapping]] = ...) -> None: ...
 
 class RouteRequest(_message.Message):
     __slots__ = ("request_id", "model", "num_prompt_tokens", "block_hashes", "slo", "priority", "tenant", "max_output_tokens", "exclude", "prefer_decode", "needs_whole_prompt")

@@ -13,7 +13,7 @@ import pytest
 from isthmus.common.cluster import InstanceInfo, Role
 from isthmus.common.config import ClusterConfig
 from isthmus.common.ids import InstanceId
-from isthmus.common.metrics import CORRUPT_BLOCKS
+from isthmus.common.metrics import CORRUPT_BLOCKS, PREFILL_FAILURES
 from isthmus.common.rpc import create_channel
 from isthmus.protos import convert
 from isthmus.protos.v1 import prefill_pb2, prefill_pb2_grpc
@@ -194,6 +194,76 @@ async def test_a_silent_peer_holds_nobody_longer_than_one_handshake() -> None:
         assert asyncio.get_running_loop().time() - began < 4 * 0.6
         silent.close()
         await pair.wait_idle()
+
+
+# --- another prefill instance ---------------------------------------------------------------------
+
+
+async def run_with_alternate(
+    pair: Pair, alternate_script: str, **sampling: object
+) -> tuple[Answer, InstanceInfo]:
+    config = faulty(alternate_script)
+    alternate = (await pair.cluster.start(Role.PREFILL, "prefill-1", config)).info
+    assert alternate is not None
+    request = make_request(PROMPT, max_tokens=9, **sampling)
+    answer = await pair.stream.run(request, pair.prefill_info, alternate)
+    return answer, alternate
+
+
+def remedies(reason: str) -> dict[str, float]:
+    return {
+        remedy: PREFILL_FAILURES.labels("decode", "decode-0", remedy, reason)._value.get()
+        for remedy in ("fail", "reprefill", "recompute")
+    }
+
+
+async def test_another_prefill_instance_is_asked_before_the_prompt_is_computed_here() -> None:
+    before = remedies("transfer_failed")
+    async with start_pair(faulty("0+:refuse")) as pair:
+        answer, alternate = await run_with_alternate(pair, "")
+        assert answer.finished is not None, answer.failed
+        assert answer.tokens == (await pair.local(max_tokens=9)).tokens
+        assert answer.finished.local_reason == "none"
+        assert answer.finished.failed_prefill == "prefill-0"
+        assert remedies("transfer_failed") == {**before, "reprefill": before["reprefill"] + 1}
+        await pair.wait_idle()
+        await wait_idle(alternate)
+
+
+async def test_when_the_other_fails_too_the_prompt_is_computed_here() -> None:
+    before = remedies("transfer_failed")
+    async with start_pair(faulty("1:refuse")) as pair:
+        answer, alternate = await run_with_alternate(pair, "0:flip,2:refuse")
+        assert_fell_back(answer, await pair.local(max_tokens=9))
+        assert answer.finished is not None
+        assert answer.finished.failed_prefill == "prefill-0"
+        assert remedies("transfer_failed")["reprefill"] == before["reprefill"] + 1
+        assert remedies("transfer_failed")["recompute"] == before["recompute"]
+        await pair.wait_idle()
+        await wait_idle(alternate)
+
+
+async def test_after_the_first_token_nobody_else_is_asked() -> None:
+    async with start_pair(faulty("3:refuse")) as pair:
+        answer, alternate = await run_with_alternate(pair, "")
+        assert_fell_back(answer, await pair.local(max_tokens=9))
+        await pair.wait_idle()
+        await wait_idle(alternate)
+
+
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+async def test_the_operator_may_want_no_second_attempt(policy: str) -> None:
+    before = remedies("transfer_failed")
+    async with start_pair(faulty("0+:refuse", on_failure=policy)) as pair:
+        answer, alternate = await run_with_alternate(pair, "")
+        if policy == "fail":
+            assert answer.failed is not None
+            assert answer.failed.error.code == "transfer_failed"
+        else:
+            assert_fell_back(answer, await pair.local(max_tokens=9))
+        assert remedies("transfer_failed") == {**before, policy: before[policy] + 1}
+        await pair.wait_idle()
+        await wait_idle(alternate)
 
 
 # --- cancels -------------------------------------------------------------------------------------

@@ -51,7 +51,10 @@ def make_request(
 
 
 def decide(
-    decode: InstanceInfo, prefill: InstanceInfo | None, request_id: RequestId
+    decode: InstanceInfo,
+    prefill: InstanceInfo | None,
+    request_id: RequestId,
+    alternate: InstanceInfo | None = None,
 ) -> RouteDecision:
     return RouteDecision(
         decision_id=DecisionId(new_decision_id()),
@@ -59,6 +62,7 @@ def decide(
         action=RouteAction.ADMIT,
         decode=decode.ref,
         prefill=prefill.ref if prefill is not None else None,
+        alternate=alternate.ref if alternate is not None else None,
         local_reason=LocalPrefillReason.NONE if prefill else LocalPrefillReason.MIXED_ROLE,
     )
 
@@ -134,18 +138,28 @@ class GatewayStub:
                 self.answers[failed.request_id].failed = failed
                 self.answers[failed.request_id].ended.set()
 
-    async def submit(self, request: Request, prefill: InstanceInfo | None) -> Answer:
+    async def submit(
+        self,
+        request: Request,
+        prefill: InstanceInfo | None,
+        alternate: InstanceInfo | None = None,
+    ) -> Answer:
         assert self._call is not None
         answer = self.answers[request.request_id] = Answer(request)
-        decision = decide(self.decode, prefill, request.request_id)
+        decision = decide(self.decode, prefill, request.request_id, alternate)
         submit = decode_pb2.Submit(
             request=convert.request_to_pb(request), decision=convert.decision_to_pb(decision)
         )
         await self._write(decode_pb2.GenerateRequest(submit=submit))
         return answer
 
-    async def run(self, request: Request, prefill: InstanceInfo | None) -> Answer:
-        return await (await self.submit(request, prefill)).end()
+    async def run(
+        self,
+        request: Request,
+        prefill: InstanceInfo | None,
+        alternate: InstanceInfo | None = None,
+    ) -> Answer:
+        return await (await self.submit(request, prefill, alternate)).end()
 
     async def abort(self, answer: Answer) -> None:
         abort = decode_pb2.Abort(request_id=answer.request.request_id, reason="test")

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from isthmus.common import errors
-from isthmus.decode_worker.fallback import can_fall_back, resumed
+from isthmus.decode_worker.fallback import Remedy, can_fall_back, has_time, remedy_for, resumed
 from tests.support.engine_driver import make_prompt, make_request
 
 REQUEST = make_request("r", make_prompt(9), max_tokens=8, prompt_logprobs=1)
@@ -35,6 +35,29 @@ def test_faults_of_a_peer_are_made_good_here(error: errors.IsthmusError) -> None
 )
 def test_faults_of_the_request_are_final(error: errors.IsthmusError) -> None:
     assert not can_fall_back(error)
+
+
+@pytest.mark.parametrize(
+    ("policy", "can_reprefill", "remedy"),
+    [
+        (Remedy.FAIL, True, Remedy.FAIL),
+        (Remedy.REPREFILL, True, Remedy.REPREFILL),
+        (Remedy.REPREFILL, False, Remedy.RECOMPUTE),
+        (Remedy.RECOMPUTE, True, Remedy.RECOMPUTE),
+    ],
+)
+def test_the_operator_chooses_the_remedy(
+    policy: Remedy, can_reprefill: bool, remedy: Remedy
+) -> None:
+    assert remedy_for(errors.TransferError("x"), policy, can_reprefill) is remedy
+    assert remedy_for(errors.ContextLengthError("x"), policy, can_reprefill) is Remedy.FAIL
+
+
+def test_another_attempt_must_leave_time_for_computing_here() -> None:
+    second = 1_000_000_000
+    assert has_time(0, 3 * second, predicted_ttft_ms=1_400)
+    assert not has_time(0, 3 * second, predicted_ttft_ms=1_500)
+    assert not has_time(second, 3 * second, predicted_ttft_ms=1_000)
 
 
 def test_delivered_tokens_become_the_tail_of_the_prompt() -> None:
