@@ -38,6 +38,9 @@ class Event(Enum):
     SECOND_TOKEN = "second_token"  # decode: first token of its own
     FINISHED = "finished"  # gateway: last content written
 
+    # Events are looked up dozens of times a request, and an enum's own hash is computed in Python.
+    __hash__ = object.__hash__
+
 
 class Timeline:
     """Event times of one request. The first mark of an event wins."""

@@ -14,6 +14,16 @@ if TYPE_CHECKING:
     from isthmus.gateway.exchange import Exchange
 
 SLO_CLASS = "default"
+_SPANS = {
+    **STAGES,
+    "ttft": (Event.ARRIVED, Event.FIRST_FLUSH),
+    "e2e": (Event.ARRIVED, Event.FINISHED),
+}
+# Looked up once: a label costs as much as an observation.
+_STAGES = {stage: metrics.STAGE.labels(stage=stage) for stage in STAGES}
+_TTFT = metrics.TTFT.labels(slo_class=SLO_CLASS)
+_E2E = metrics.E2E.labels(slo_class=SLO_CLASS)
+_TPOT = metrics.TPOT.labels(slo_class=SLO_CLASS)
 _log = get_logger("request")
 
 
@@ -40,8 +50,8 @@ class Accounting:
 
     def count(self) -> None:
         exchange = self._exchange
-        timeline = _whole_timeline(exchange)
         outcome = _outcome(exchange)
+        seconds = _spans(exchange)
         metrics.REQUESTS_INFLIGHT.dec()
         metrics.REQUESTS.labels(slo_class=SLO_CLASS, outcome=outcome).inc()
         num_output = sum(choice.num_output_tokens for choice in exchange.choices)
@@ -50,29 +60,26 @@ class Accounting:
             has_prompt = choice.num_output_tokens > 0
             if has_prompt and choice.local_reason is not LocalPrefillReason.NONE:
                 metrics.LOCAL_PREFILL.labels(reason=choice.local_reason.value).inc()
-        for stage, (begin, end) in STAGES.items():
-            seconds = timeline.seconds(begin, end)
-            if seconds is not None:
-                metrics.STAGE.labels(stage=stage).observe(seconds)
-        ttft_s = timeline.seconds(Event.ARRIVED, Event.FIRST_FLUSH)
-        e2e_s = timeline.seconds(Event.ARRIVED, Event.FINISHED)
-        if ttft_s is not None:
-            metrics.TTFT.labels(slo_class=SLO_CLASS).observe(ttft_s)
+        for stage, histogram in _STAGES.items():
+            if stage in seconds:
+                histogram.observe(seconds[stage])
+        if "ttft" in seconds:
+            _TTFT.observe(seconds["ttft"])
         if outcome == "ok":
-            self._count_finished(e2e_s)
-        self._log(outcome, timeline, num_output)
+            self._count_finished(seconds.get("e2e"))
+        self._log(outcome, seconds, num_output)
 
     def _count_finished(self, e2e_s: float | None) -> None:
         exchange = self._exchange
         metrics.PROMPT_TOKENS.inc(sum(len(p.token_ids) for p in exchange.plan.prompts))
         metrics.CACHED_TOKENS.inc(num_cached_tokens(exchange))
         if e2e_s is not None:
-            metrics.E2E.labels(slo_class=SLO_CLASS).observe(e2e_s)
+            _E2E.observe(e2e_s)
         longest = max(exchange.choices, key=lambda choice: choice.num_output_tokens)
         if longest.tpot_s is not None:
-            metrics.TPOT.labels(slo_class=SLO_CLASS).observe(longest.tpot_s)
+            _TPOT.observe(longest.tpot_s)
 
-    def _log(self, outcome: str, timeline: Timeline, num_output: int) -> None:
+    def _log(self, outcome: str, seconds: dict[str, float], num_output: int) -> None:
         exchange = self._exchange
         decision = exchange.choices[0].decision
         fields: dict[str, object] = {
@@ -89,13 +96,8 @@ class Accounting:
             "prefill": decision.prefill.instance_id if decision and decision.prefill else "",
             "decode": decision.decode.instance_id if decision and decision.decode else "",
         }
-        spans = {f"{stage}_ms": bounds for stage, bounds in STAGES.items()}
-        spans["ttft_ms"] = (Event.ARRIVED, Event.FIRST_FLUSH)
-        spans["e2e_ms"] = (Event.ARRIVED, Event.FINISHED)
-        for name, (begin, end) in spans.items():
-            seconds = timeline.seconds(begin, end)
-            if seconds is not None:
-                fields[name] = round(1000 * seconds, 3)
+        for name, value in seconds.items():
+            fields[f"{name}_ms"] = round(1000 * value, 3)
         if exchange.error is not None:
             fields["stage"] = exchange.error.stage
             fields["error"] = exchange.error.message
@@ -116,8 +118,11 @@ def _outcome_of(error: IsthmusError) -> str:
     return "cancelled" if isinstance(error, CancelledError) else error.code
 
 
-def _whole_timeline(exchange: Exchange) -> Timeline:
-    """The gateway's own events and those that the first choice brought from the instances."""
-    timeline = Timeline(dict(exchange.timeline.items()))
+def _spans(exchange: Exchange) -> dict[str, float]:
+    """Seconds of every part of the request's life that is known: from the gateway's own events and
+    those that the first choice brought from the instances."""
+    timeline = Timeline()
+    timeline.merge(exchange.timeline)
     timeline.merge(exchange.choices[0].timeline)
-    return timeline
+    spans = {name: timeline.seconds(begin, end) for name, (begin, end) in _SPANS.items()}
+    return {name: seconds for name, seconds in spans.items() if seconds is not None}

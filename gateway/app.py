@@ -19,6 +19,7 @@ from isthmus.common.errors import (
 from isthmus.gateway.choice import ChoiceServices
 from isthmus.gateway.context import Gateway, request_id_of
 from isthmus.gateway.decode_client import DecodeClient
+from isthmus.gateway.direct import DirectRoutes
 from isthmus.gateway.error_response import error_response
 from isthmus.gateway.limits import InflightLimiter, KeyRing
 from isthmus.gateway.pipeline import Pipeline
@@ -81,7 +82,8 @@ def create_app(gateway: Gateway) -> FastAPI:
         app.include_router(routes.router)
     app.add_exception_handler(IsthmusError, _typed_error)
     app.add_exception_handler(HTTPException, _http_error)
-    app.add_middleware(UnexpectedErrors)
+    app.add_middleware(DirectRoutes, posts=completions.POSTS)
+    app.add_middleware(UnexpectedErrors)  # the outermost: it sees what the others raise
     return app
 
 

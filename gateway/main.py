@@ -67,6 +67,8 @@ async def serve(args: GatewayArgs, model: ModelIdentity, listener: socket.socket
     feed = ClusterFeed(registry, config.name, router.state, config.router)
     gateway = build_gateway(config, model, router, SystemClock())
     server = HttpServer(create_app(gateway), config.lifecycle.drain_ms / MS_PER_S)
+    gc.collect()
+    gc.freeze()  # vocabulary and application are permanent: no collection needs to walk over them
 
     def on_signal(number: int) -> None:
         if server.should_exit:
@@ -99,8 +101,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except IsthmusError as error:
         sys.stderr.write(f"{error.message}\n")
         return 1
-    gc.collect()
-    gc.freeze()  # the vocabulary is permanent: no collection needs to walk over it again
     uvloop.run(serve(args, model, listener))
     return 0
 

@@ -13,6 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from pydantic import BaseModel
+
 from isthmus.common.clock import NS_PER_MS, Clock
 from isthmus.common.config import GatewayConfig
 from isthmus.common.errors import (
@@ -33,15 +35,19 @@ from isthmus.gateway.schemas import (
     CompletionBody,
     GenerationBody,
     Prompt,
+    parse_body,
 )
 from isthmus.gateway.tokenizer import TextTokenizer
 
 LONG_TEXT = 4_000
 """Characters (or given token ids) from which on the work goes to a thread."""
+LONG_BODY = 2**18
+"""Bytes of a body from which on it is parsed in a thread."""
 LEGACY_MAX_TOKENS = 16
 """OpenAI's default for plain completions."""
 MAX_SEQUENCES = 256
 """Prompts × n of one request."""
+BodyT = TypeVar("BodyT", bound=BaseModel)
 _T = TypeVar("_T")
 
 
@@ -90,6 +96,10 @@ class Pipeline:
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
+    async def parse(self, model: type[BodyT], raw: bytes) -> BodyT:
+        """Raises InvalidRequestError naming the first bad parameter."""
+        return await self._run(lambda: parse_body(model, raw), len(raw), LONG_BODY)
+
     async def plan_chat(self, body: ChatBody, arrival: Arrival) -> GenerationPlan:
         """Raises InvalidRequestError and its kin; nothing has been sent anywhere yet."""
         self._router.require_decode()
@@ -118,7 +128,7 @@ class Pipeline:
 
         def work() -> tuple[PreparedPrompt, ...]:
             return tuple(
-                self._prepare(*self._encode_prompt(prompt), asked, default, salt)
+                self._prepare(*self._encode_prompt(prompt, body.echo), asked, default, salt)
                 for prompt in body.prompt
             )
 
@@ -162,8 +172,8 @@ class Pipeline:
         return await self._run(work, len(token_ids))
 
     # --- inside ---------------------------------------------------------------------------------
-    async def _run(self, work: Callable[[], _T], size: int) -> _T:
-        if size < LONG_TEXT:
+    async def _run(self, work: Callable[[], _T], size: int, limit: int = LONG_TEXT) -> _T:
+        if size < limit:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
@@ -179,11 +189,11 @@ class Pipeline:
             raise ContextLengthError(message, stage="tokenise")
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
-    def _encode_prompt(self, prompt: Prompt) -> tuple[str, Sequence[int]]:
+    def _encode_prompt(self, prompt: Prompt, echo: bool | None) -> tuple[str, Sequence[int]]:
         if isinstance(prompt, str):
             return prompt, self._encode(prompt, add_special_tokens=True)
         self.tokenizer.check_ids(prompt, "prompt")
-        return self.tokenizer.decode_finished(prompt), prompt
+        return self.tokenizer.decode_finished(prompt) if echo else "", prompt
 
     def _prepare(
         self, text: str, ids: Sequence[int], asked: int | None, default: int, salt: str

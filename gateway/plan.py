@@ -10,7 +10,7 @@ from isthmus.common.types import FinishReason, SamplingParams, TokenLogprob
 
 @dataclass(frozen=True, slots=True)
 class PreparedPrompt:
-    """``text`` is what ``echo`` repeats."""
+    """``text`` is what ``echo`` repeats; of token ids it is made only then."""
 
     text: str
     token_ids: tuple[int, ...]

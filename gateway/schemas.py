@@ -280,17 +280,18 @@ def parse_prompts(value: Any) -> tuple[Prompt, ...]:
     if isinstance(value, str):
         return (value,)
     if isinstance(value, list) and value:
-        if all(type(item) is int for item in value):
+        kinds = set(map(type, value))
+        if kinds == {int}:
             return (_token_prompt(value),)
-        if all(isinstance(item, str) for item in value):
+        if kinds == {str}:
             return tuple(value)
-        if all(isinstance(item, list) and item for item in value):
+        if kinds == {list} and all(value):
             return tuple(_token_prompt(item) for item in value)
     raise ValueError("must be a text, a list of texts, a list of token ids or a list of such lists")
 
 
 def _token_prompt(value: list[Any]) -> tuple[int, ...]:
-    if not all(type(item) is int and 0 <= item < 2**32 for item in value):
+    if set(map(type, value)) != {int} or min(value) < 0 or max(value) >= 2**32:
         raise ValueError("token ids must be non-negative integers")
     return tuple(value)
 

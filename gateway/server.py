@@ -66,6 +66,7 @@ class HttpServer(uvicorn.Server):
                 log_config=None,
                 access_log=False,
                 server_header=False,
+                proxy_headers=False,  # nothing here depends on the client's address
                 # Longer than clients keep idle connections, so that they close and not we: a
                 # request sent into a closing connection would be lost.
                 timeout_keep_alive=KEEP_ALIVE_S,

@@ -63,10 +63,11 @@ class TextTokenizer:
 
     def check_ids(self, token_ids: Sequence[int], param: str) -> None:
         """Raises InvalidRequestError naming the first id outside the vocabulary."""
-        for token_id in token_ids:
-            if not 0 <= token_id < self.vocab_size:
-                message = f"token id {token_id} is outside the vocabulary of {self.vocab_size}"
-                raise InvalidRequestError(message, param=param, stage="validate")
+        if not token_ids or (min(token_ids) >= 0 and max(token_ids) < self.vocab_size):
+            return
+        wrong = next(i for i in token_ids if not 0 <= i < self.vocab_size)
+        message = f"token id {wrong} is outside the vocabulary of {self.vocab_size}"
+        raise InvalidRequestError(message, param=param, stage="validate")
 
 
 def load_tokenizer(files: ModelFiles) -> TextTokenizer:

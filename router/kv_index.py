@@ -7,7 +7,7 @@ Owns nothing but a belief: a wrong entry costs a recomputation, never a wrong an
   and takes nothing more until the missing events, or a snapshot, arrive;
 - at most ``max_blocks`` distinct hashes, least recently used dropped first, parents last.
 
-Holders of a block are a bit mask over slots (one slot per instance), so that a lookup of a whole
+Holders of a block are a mask with one bit per instance, so that a lookup of a whole
 prompt is one dictionary access and one AND per block.
 """
 
@@ -52,7 +52,7 @@ class KvIndex:
         self._max_blocks = max_blocks
         self._masks: OrderedDict[BlockHash, int] = OrderedDict()  # oldest first
         self._holders: dict[InstanceId, _Holder] = {}
-        self._instance_by_slot: dict[int, InstanceId] = {}
+        self._instance_by_bit: dict[int, InstanceId] = {}
         self._all_mask = 0
         self.num_resyncs = 0
         self.num_evicted = 0
@@ -66,7 +66,7 @@ class KvIndex:
         alive = self._all_mask
         if not alive:
             return {}
-        ended: list[tuple[int, int]] = []  # (slots that hold no more, depth)
+        ended: list[tuple[int, int]] = []  # (bits of those that hold no more, depth)
         depth = 0
         for block_hash in hashes:
             still = alive & masks.get(block_hash, 0)
@@ -80,12 +80,15 @@ class KvIndex:
             ended.append((alive, depth))
         for index in range(depth - 1, -1, -1):
             masks.move_to_end(hashes[index])
-        return {
-            self._instance_by_slot[slot]: reached
-            for mask, reached in ended
-            if reached
-            for slot in _slots(mask)
-        }
+        found: dict[InstanceId, int] = {}
+        names = self._instance_by_bit
+        for bits, reached in ended:
+            left = bits if reached else 0
+            while left:
+                bit = left & -left
+                found[names[bit]] = reached
+                left ^= bit
+        return found
 
     def next_seq(self, instance_id: InstanceId, epoch: int) -> int:
         """The first event that is missing: where a stream must begin."""
@@ -102,12 +105,10 @@ class KvIndex:
         if holder is not None and holder.epoch >= epoch:
             return
         self.forget(instance_id)
-        slot = next(
-            slot for slot in range(len(self._holders) + 1) if not self._all_mask >> slot & 1
-        )
-        self._holders[instance_id] = _Holder(epoch, 1 << slot)
-        self._instance_by_slot[slot] = instance_id
-        self._all_mask |= 1 << slot
+        bit = ~self._all_mask & (self._all_mask + 1)  # the lowest that is free
+        self._holders[instance_id] = _Holder(epoch, bit)
+        self._instance_by_bit[bit] = instance_id
+        self._all_mask |= bit
 
     def forget(self, instance_id: InstanceId) -> None:
         holder = self._holders.pop(instance_id, None)
@@ -115,7 +116,7 @@ class KvIndex:
             return
         self._clear(holder)
         self._all_mask &= ~holder.bit
-        del self._instance_by_slot[holder.bit.bit_length() - 1]
+        del self._instance_by_bit[holder.bit]
 
     def apply(self, batch: KvEventBatch) -> ApplyResult:
         self.reset(batch.instance_id, batch.epoch)
@@ -143,7 +144,7 @@ class KvIndex:
         return ApplyResult.APPLIED
 
     def check_integrity(self) -> None:
-        """AssertionError when masks, holders and slots disagree."""
+        """AssertionError when masks, holders and bits disagree."""
         union: dict[BlockHash, int] = {}
         for holder in self._holders.values():
             assert holder.bit & self._all_mask
@@ -151,7 +152,7 @@ class KvIndex:
                 union[block_hash] = union.get(block_hash, 0) | holder.bit
         assert union == dict(self._masks)
         assert len(self._masks) <= self._max_blocks
-        assert set(self._instance_by_slot.values()) == set(self._holders)
+        assert self._instance_by_bit == {h.bit: name for name, h in self._holders.items()}
 
     def _apply_events(self, holder: _Holder, events: Iterable[KvEvent]) -> None:
         for event in events:
@@ -189,12 +190,7 @@ class KvIndex:
         while len(self._masks) > self._max_blocks:
             block_hash, mask = self._masks.popitem(last=False)
             self.num_evicted += 1
-            for slot in _slots(mask):
-                self._holders[self._instance_by_slot[slot]].hashes.discard(block_hash)
-
-
-def _slots(mask: int) -> Iterable[int]:
-    while mask:
-        low = mask & -mask
-        yield low.bit_length() - 1
-        mask ^= low
+            while mask:
+                bit = mask & -mask
+                self._holders[self._instance_by_bit[bit]].hashes.discard(block_hash)
+                mask ^= bit

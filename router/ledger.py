@@ -47,7 +47,6 @@ RESERVATION_TRANSITIONS: Transitions[ReservationState] = Transitions(
 
 # Looked up per leg and sum; an enum's member costs more to find than to compare.
 _PREFILLING = ReservationState.PREFILLING
-_DECODING = ReservationState.DECODING
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +75,10 @@ class Reservation:
         return self.prefill_at == self.decode_at
 
     def visible_ns(self, instance_id: InstanceId) -> int | None:
-        """Since when ``instance_id``'s reports can contain this; None = not yet, or no more."""
+        """Since when ``instance_id``'s reports can contain the leg that it has; None = not yet."""
         if self.state is _PREFILLING:
             return self.made_ns if instance_id == self.prefill_at else None
-        if self.state is _DECODING and instance_id == self.decode_at:
-            return self.made_ns if self.is_local else self.first_token_ns
-        return None
+        return self.made_ns if self.prefill_at == self.decode_at else self.first_token_ns
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,12 +191,7 @@ class Ledger:
         self._pending.pop(instance_id, None)
 
     def pending(self, instance_id: InstanceId) -> PendingLoad:
-        cached = self._pending.get(instance_id)
-        if cached is None:
-            legs = self._by_instance.get(instance_id)
-            cached = self._sum(instance_id, legs.values()) if legs else NOTHING_PENDING
-            self._pending[instance_id] = cached
-        return cached
+        return self._pending.get(instance_id) or self._recomputed(instance_id)
 
     def check_integrity(self) -> None:
         """AssertionError when the views of the set disagree."""
@@ -224,27 +216,35 @@ class Ledger:
                 del self._by_instance[instance_id]
         self._pending.pop(instance_id, None)
 
+    def _recomputed(self, instance_id: InstanceId) -> PendingLoad:
+        legs = self._by_instance.get(instance_id)
+        pending = self._sum(instance_id, legs.values()) if legs else NOTHING_PENDING
+        self._pending[instance_id] = pending
+        return pending
+
     def _sum(self, instance_id: InstanceId, legs: Iterable[Reservation]) -> PendingLoad:
         seen = self._seen.get(instance_id, _NEVER)
+        seen_ns, settled_ns = seen.at_ns, seen.at_ns - SETTLE_MS * NS_PER_MS
         hidden: list[Reservation] = []  # visible to the instance, but not in its last report
         incoming: list[Reservation] = []
-        reported: list[tuple[int, int, Reservation]] = []
-        num_blocks = 0
+        recent: list[tuple[int, int, Reservation]] = []  # maybe in it
+        num_settled = num_blocks = 0  # settled: surely in it
         for place, leg in enumerate(legs):
             since_ns = leg.visible_ns(instance_id)
             if since_ns is None:
                 incoming.append(leg)
-            elif since_ns > seen.at_ns:
+            elif since_ns > seen_ns:
                 hidden.append(leg)
+            elif since_ns > settled_ns:
+                recent.append((since_ns, place, leg))
             else:
-                reported.append((since_ns, place, leg))
+                num_settled += 1
             # Blocks are taken before the prompt is computed, so reports contain them early.
-            if leg.made_ns > seen.at_ns and leg.decode_at == instance_id:
+            if leg.made_ns > seen_ns and leg.decode_at == instance_id:
                 num_blocks += leg.burden.blocks
-        if len(reported) > seen.num_seqs:
-            settled_ns = seen.at_ns - SETTLE_MS * NS_PER_MS
-            newest = sorted(reported)[seen.num_seqs :]
-            hidden += [leg for since_ns, _, leg in newest if since_ns > settled_ns]
+        if recent and num_settled + len(recent) > seen.num_seqs:
+            recent.sort()
+            hidden += [leg for _, _, leg in recent[max(0, seen.num_seqs - num_settled) :]]
         prefills = [leg.burden for leg in hidden if leg.state is _PREFILLING]
         decodes = [leg.burden for leg in hidden if leg.decode_at == instance_id]
         decodes += [leg.burden for leg in incoming]

@@ -7,8 +7,9 @@ goals takes this one's place without a change elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from heapq import nsmallest
 from typing import Protocol, TypeVar
 
 from isthmus.common.types import LocalPrefillReason
@@ -77,19 +78,17 @@ class LeastPredictedLoad:
     def rank(self, query: RouteQuery, pool: Pool) -> list[Candidate]:
         output_tokens = expected_output(query)
         prefills = {
-            key: _cheapest([(option.ttft_ms, option) for option in options])
+            key: _cheapest(options, [option.ttft_ms for option in options])
             for key, options in pool.prefills.items()
         }
-        cheapest = _cheapest(
-            [
-                (option.wait_ms + output_tokens * option.tpot_ms + transfer_ms(option), option)
-                for option in pool.decodes
-            ]
-        )
+        costs = [
+            option.wait_ms + output_tokens * option.tpot_ms + transfer_ms(option)
+            for option in pool.decodes
+        ]
+        cheapest = _cheapest(pool.decodes, costs)
         # Not cheap as one of a pair, but maybe the best alone: who holds most of the prompt.
-        fullest = _cheapest(
-            [(option.uncached_tokens, option) for option in pool.decodes if option.cached_tokens]
-        )
+        holders = [option for option in pool.decodes if option.cached_tokens]
+        fullest = _cheapest(holders, [option.uncached_tokens for option in holders])
         decodes = {option.view.instance_id: option for option in (*cheapest, *fullest)}
         candidates: list[Candidate] = []
         for decode in decodes.values():
@@ -143,8 +142,12 @@ def settle_near_ties(candidates: list[Candidate]) -> list[Candidate]:
     return tied + ranked[num_tied:]
 
 
-def _cheapest(costs: list[tuple[float, OptionT]]) -> list[OptionT]:
+def _cheapest(options: list[OptionT], costs: Sequence[float]) -> list[OptionT]:
     """The few of least cost; of equal cost, those least recently chosen."""
-    keyed = [(cost, option.view.last_chosen, place) for place, (cost, option) in enumerate(costs)]
-    keyed.sort()
-    return [costs[place][1] for _, _, place in keyed[:MAX_PER_ROLE]]
+    if len(options) > MAX_PER_ROLE:
+        limit = nsmallest(MAX_PER_ROLE, costs)[-1]
+        near = [(cost, place) for place, cost in enumerate(costs) if cost <= limit]
+    else:
+        near = [(cost, place) for place, cost in enumerate(costs)]
+    near.sort(key=lambda item: (item[0], options[item[1]].view.last_chosen, item[1]))
+    return [options[place] for _, place in near[:MAX_PER_ROLE]]

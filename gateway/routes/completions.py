@@ -17,12 +17,13 @@ from isthmus.common.timeline import Event, Timeline
 from isthmus.common.types import LocalPrefillReason
 from isthmus.gateway.accounting import count_refused
 from isthmus.gateway.context import admit, gateway_of, internal_id, request_id_of
+from isthmus.gateway.direct import Endpoint
 from isthmus.gateway.exchange import Exchange
 from isthmus.gateway.formats import AnswerFormat, ChatFormat, CompletionFormat
 from isthmus.gateway.limits import Slot, read_body
 from isthmus.gateway.pipeline import Arrival
 from isthmus.gateway.plan import GenerationPlan
-from isthmus.gateway.schemas import ChatBody, CompletionBody, GenerationBody, parse_body
+from isthmus.gateway.schemas import ChatBody, CompletionBody, GenerationBody
 from isthmus.gateway.sse import ClientWatch, EventStreamResponse
 from isthmus.gateway.unexpected import internal_error
 
@@ -49,6 +50,12 @@ async def create_completion(request: Request) -> Response:
     return await _create(request, CompletionBody, planner, CompletionFormat)
 
 
+POSTS: dict[str, Endpoint] = {
+    "/v1/chat/completions": create_chat,
+    "/v1/completions": create_completion,
+}
+
+
 async def _create(
     request: Request,
     model: type[BodyT],
@@ -72,7 +79,7 @@ async def _create(
             timeline=Timeline({Event.ARRIVED: arrived_ns}),
             arrived_ns=arrived_ns,
         )
-        body = parse_body(model, raw)
+        body = await gateway.pipeline.parse(model, raw)
         gateway.pipeline.check_model(body.model)
         await gateway.waiting.until_served(request.receive)
         plan = await planner(body, arrival)

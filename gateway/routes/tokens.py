@@ -12,7 +12,7 @@ from isthmus.gateway.context import admit, gateway_of, request_id_of
 from isthmus.gateway.formats import token_bytes
 from isthmus.gateway.limits import read_body
 from isthmus.gateway.pipeline import Pipeline
-from isthmus.gateway.schemas import DetokenizeBody, TokenizeBody, parse_body
+from isthmus.gateway.schemas import DetokenizeBody, TokenizeBody
 
 router = APIRouter()
 
@@ -22,7 +22,7 @@ async def tokenize(request: Request) -> JSONResponse:
     admit(request)
     gateway = gateway_of(request)
     with gateway.limiter.acquire():
-        body = parse_body(TokenizeBody, await read_body(request, gateway.config))
+        body = await gateway.pipeline.parse(TokenizeBody, await read_body(request, gateway.config))
         ids = await _tokenise(gateway.pipeline, body)
     content: dict[str, Any] = {
         "count": len(ids),
@@ -41,7 +41,8 @@ async def detokenize(request: Request) -> JSONResponse:
     admit(request)
     gateway = gateway_of(request)
     with gateway.limiter.acquire():
-        body = parse_body(DetokenizeBody, await read_body(request, gateway.config))
+        raw = await read_body(request, gateway.config)
+        body = await gateway.pipeline.parse(DetokenizeBody, raw)
         gateway.pipeline.check_model(body.model)
         text = await gateway.pipeline.detokenise(
             body.tokens, skip_special_tokens=body.skip_special_tokens

@@ -192,7 +192,7 @@ def test_preferred_decode_is_honoured_while_it_is_healthy() -> None:
     "changes",
     [
         {"kv_layout": LAYOUT.__class__("other weights", 4, 2, 16, 16, "float32")},
-        {"kv_layout": LAYOUT.__class__("fingerprint", 4, 2, 16, 32, "float32")},
+        {"kv_layout": LAYOUT.__class__("fingerprint", 4, 2, 32, 16, "float32")},
         {"connector": "nixl"},
         {"version": "0.2.0"},
     ],
