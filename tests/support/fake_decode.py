@@ -53,6 +53,8 @@ class FakeDecode:
     instance_id: str = "decode-0"
     role: Role = Role.DECODE
     epoch: int = 1
+    model: str = MODEL
+    block_size: int = BLOCK_SIZE
     max_model_len: int = 512
     script: Callable[[common_pb2.Request], Script] = lambda _: Script((3 + ord("h"), 3 + ord("i")))
     submitted: list[decode_pb2.Submit] = field(default_factory=list)
@@ -69,9 +71,9 @@ class FakeDecode:
             epoch=self.epoch,
             address=self.address,
             metrics_address="",
-            model=MODEL,
+            model=self.model,
             model_path="",
-            kv_layout=KvLayout("tiny", 1, 1, 8, BLOCK_SIZE, "float32"),
+            kv_layout=KvLayout("tiny", 1, 1, 8, self.block_size, "float32"),
             num_blocks=1024,
             max_num_batched_tokens=64,
             max_num_seqs=64,
