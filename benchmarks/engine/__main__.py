@@ -94,9 +94,10 @@ def merged(first: list[Round], second: list[Round]) -> list[Round]:
     together = []
     for one, other in itertools.zip_longest(first, second, fillvalue=None):
         both = (one or {}) | (other or {})
-        if one and other:
-            for name in (MEMORY, START):
-                both[name] = max(one[name], other[name], key=lambda reading: reading.value or 0.0)
+        for name in (MEMORY, START):
+            found = [part[name] for part in (one, other) if part and name in part]
+            if found:
+                both[name] = max(found, key=lambda reading: reading.value or 0.0)
         together.append(both)
     return together
 
@@ -186,6 +187,7 @@ def chosen(args: argparse.Namespace) -> list[str]:
 
 def limits_for(args: argparse.Namespace) -> Limits:
     if args.limit is None:
+        print("measuring the machine's limits", flush=True)
         return measure_limits(args.threads)
     return Limits(**json.loads(args.limit.read_text())["limits"])
 
@@ -216,7 +218,6 @@ def main() -> None:
         dtype = args.peer_dtype
         if dtype == "auto":
             dtype = default_peer_dtype(machine["features"])
-        print("measuring the machine's limits", flush=True)
         limits = asdict(limits_for(args))
         state |= {"machine": machine, "limits": limits, "output_tokens": args.output_tokens}
         run(args, state, model, dtype)

@@ -82,16 +82,21 @@ def parts(load: Load, stage: str) -> Iterator[Part]:
             yield Part(concurrency, count, PROMPT_TOKENS, load.output_tokens, rate)
 
 
-async def measure(server: Server, load: Load, stage: str, seed: int) -> Round:
-    """One round. Raises httpx.HTTPError when the server goes away."""
+class Stuck(RuntimeError):  # noqa: N818 - a state of the server, not a mistake
+    """A server that answers no request at all any more; the message is for the reader."""
+
+
+async def measure(server: Server, load: Load, stage: str, seed: int, readings: Round) -> None:
+    """One round, kept in ``readings`` figure by figure.
+
+    Raises httpx.HTTPError when the server goes away, Stuck when it answers nothing.
+    """
     await warm_up(server, load, seed)
-    readings: Round = {}
     for number, part in enumerate(parts(load, stage)):
         readings |= await read(server, load, part, seed + 1 + number)
+        readings[MEMORY] = Reading(resident_mib(server.pid), 0.0)
         if any(readings[name].is_cut for name in part.figures):
             await settle(server, load, seed)
-    readings[MEMORY] = Reading(resident_mib(server.pid), 0.0)
-    return readings
 
 
 async def warm_up(server: Server, load: Load, seed: int) -> None:
@@ -103,6 +108,8 @@ async def warm_up(server: Server, load: Load, seed: int) -> None:
         )  # fmt: skip
     except TooSlow:
         await settle(server, load, seed)
+    except RuntimeError as error:
+        raise Stuck(f"its answers fail ({error})") from error
 
 
 async def read(server: Server, load: Load, part: Part, seed: int) -> Round:
@@ -126,16 +133,18 @@ async def read(server: Server, load: Load, part: Part, seed: int) -> Round:
 
 
 async def settle(server: Server, load: Load, seed: int) -> None:
-    """Waits until a cancelled load no longer holds the next figure up: one short answer."""
-    for attempt in range(3):
-        try:
-            await run_load(
-                server.url, server.model, concurrency=1, num_requests=1, prompt_tokens=8,
-                max_tokens=1, vocab=load.vocab, seed=seed + attempt, budget_s=load.budget_s,
-            )  # fmt: skip
-        except TooSlow:
-            continue
-        return
+    """Waits until a cancelled load no longer holds the next figure up: one short answer.
+
+    Raises Stuck when it does not come within twice a figure's time.
+    """
+    budget_s = 2 * load.budget_s
+    try:
+        await run_load(
+            server.url, server.model, concurrency=1, num_requests=1, prompt_tokens=8,
+            max_tokens=1, vocab=load.vocab, seed=seed, budget_s=budget_s,
+        )  # fmt: skip
+    except RuntimeError as error:
+        raise Stuck(f"it gave no answer to a prompt of 8 tokens ({error})") from error
 
 
 def measure_rounds(
@@ -144,10 +153,16 @@ def measure_rounds(
     """The rounds that the server lived through, and why it did not live through all ("" = did)."""
     readings: list[Round] = []
     for number in rounds:
+        one: Round = {}
         try:
-            readings.append(asyncio.run(measure(server, load, stage, 1000 * number)))
+            asyncio.run(measure(server, load, stage, 1000 * number, one))
         except httpx.HTTPError as error:
             return readings, f"its server stopped answering ({type(error).__name__}: {error})"
+        except Stuck as error:
+            return readings, str(error)
+        finally:
+            if one:
+                readings.append(one)
     return readings, ""
 
 

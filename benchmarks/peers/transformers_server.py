@@ -42,7 +42,18 @@ def start_manager(path: str, dtype: str, threads: int) -> Any:
         ),
     )  # fmt: skip
     manager.start()
+    warm_up(manager)
     return manager
+
+
+def warm_up(manager: Any) -> None:
+    """The cache is made when the loop has begun: no server is ready before its first answer."""
+    manager.add_request([1, 2, 3], request_id="warm-up", max_new_tokens=2, eos_token_id=NEVER)
+    while manager.is_running():
+        result = manager.get_result(request_id="warm-up", timeout=1)
+        if result is not None and result.is_finished():
+            return
+    raise RuntimeError("the generation loop has ended; the log says why")
 
 
 def event(content: dict[str, Any]) -> str:

@@ -26,6 +26,7 @@ from benchmarks.engine.measure import (
 from benchmarks.engine.report import Result, markdown, ratio, share_of_limit
 from benchmarks.idle import usages
 from benchmarks.limit import Limits
+from benchmarks.load import Figures, TooSlow
 from benchmarks.peers.base import Server, Setup, Unavailable
 from benchmarks.run import NAMES, summary
 
@@ -145,6 +146,26 @@ def test_a_server_that_is_gone_ends_its_rounds_with_a_reason() -> None:
     rounds, reason = measure_rounds(Server("http://127.0.0.1:1", "m", 1, 0.0), LOAD, "all", (0,))
     assert rounds == []
     assert "stopped answering" in reason
+
+
+@pytest.mark.parametrize(
+    ("fails_after", "expected"), [(0, []), (2, ["ttft_ms_128", MEMORY])], ids=["at once", "later"]
+)
+def test_a_server_that_is_stuck_keeps_what_it_has_shown(
+    monkeypatch: pytest.MonkeyPatch, fails_after: int, expected: list[str]
+) -> None:
+    calls: list[str] = []
+
+    async def run_load(url: str, model: str, **_options: object) -> Figures:
+        calls.append(url)
+        if len(calls) > fails_after:
+            raise TooSlow("no token within 60 s")
+        return Figures(5.0, 1.0, 2.0, 0, is_cut=len(calls) == fails_after)
+
+    monkeypatch.setattr("benchmarks.engine.measure.run_load", run_load)
+    rounds, reason = measure_rounds(Server("u", "m", 1, 0.0), LOAD, "all", (0, 1))
+    assert [name for readings in rounds for name in readings] == expected
+    assert "no answer to a prompt of 8 tokens" in reason
 
 
 def test_idle_processes_are_listed_by_use() -> None:
