@@ -9,7 +9,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 NAMES = (
     "kernels", "limit", "engine", "pair", "idle",
-    "transfer", "router", "overhead", "storm", "identity",
+    "transfer", "router", "overhead", "storm", "identity", "kernel_resources",
 )  # fmt: skip
 
 

@@ -6,6 +6,7 @@ import pytest
 
 pytest.importorskip("triton")
 
+from benchmarks.kernel_resources import page
 from tests.support.triton_compile import (
     LARGEST_SHARED_BYTES,
     CompiledKernel,
@@ -43,6 +44,20 @@ def test_kernel_compiles_within_its_bounds(
 def test_every_kernel_that_is_launched_has_a_case(name: str, module: object) -> None:
     launched = {name for name in vars(module) if name.endswith("_kernel")}
     assert launched == {case.kernel.__name__ for case in module.COMPILE_CASES}
+
+
+def test_the_page_of_resources_has_a_row_for_each_kernel() -> None:
+    kernels = [
+        CompiledKernel("norm", "a", 80, registers=40, shared_bytes=512, num_warps=4),
+        CompiledKernel("norm", "a", 90, registers=33, num_warps=8, spill_bytes=16),
+        CompiledKernel("rope", "b", 90, registers=255, num_warps=8),
+    ]
+    rows = [line for line in page(kernels).splitlines() if line.startswith("| `")]
+    assert rows == [
+        "| `a` | sm_80 | 4 | 40 | 512 | 0 | 12 |",
+        "| `a` | sm_90 | 8 | 33 | 0 | 16 | 6 |",
+        "| `b` | sm_90 | 8 | 255 | 0 | 0 | 1 |",
+    ]
 
 
 def test_cases_have_names_of_their_own() -> None:
