@@ -12,12 +12,14 @@ ARGS ?=
 TEST_WORKERS ?= 2
 
 PY := $(VENV)/bin/python
+# `make gpu` takes a Python that has torch for CUDA, Triton and pytest; it installs nothing.
+GPU_PYTHON ?= $(PY)
 RUN := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(PY)
 SETUP := sh deploy/dev/setup.sh
 PYTEST := $(RUN) -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-fast check dev fmt proto docs bench e2e fault typepath clean setup-run setup-dev
+.PHONY: help serve test test-fast check dev fmt proto docs bench gpu e2e fault typepath clean setup-run setup-dev
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -45,6 +47,9 @@ fault: setup-dev ## Run the tests that kill, stop or cut something
 
 bench: setup-dev ## List the benchmarks, or run the one that ARGS= names
 	$(RUN) benchmarks/run.py $(ARGS)
+
+gpu: typepath ## Check and time kernels and steps on one GPU (minutes); writes a table
+	PYTHONPATH=typepath $(GPU_PYTHON) -m benchmarks.gpu $(ARGS)
 
 check: setup-dev ## Lint, types, layers, dependencies, contracts, spelling, generated files
 	$(PY) -m ruff check .

@@ -68,7 +68,7 @@ class DeviceRunner:
         self._sampled_before: dict[Sequence, int] = {}  # the row of each in these
         buckets = decode_buckets(max_seqs) if config.cuda_graphs else ()
         with device.active(), torch.inference_mode():
-            self._graphs = DecodeGraphs(device, buckets, self._forward, self._padding)
+            self.graphs = DecodeGraphs(device, buckets, self._forward, self.stage_padding)
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         with self._device.active(), torch.inference_mode():
@@ -84,11 +84,11 @@ class DeviceRunner:
 
     def _logits(self, step: StepInput) -> torch.Tensor:
         """Float32 [K, V], or with rows of padding behind."""
-        bucket = bucket_of(step, self._graphs.buckets)
+        bucket = bucket_of(step, self.graphs.buckets)
         if bucket is None:
             return self._forward(self._staged(step))
         self._staged(pad_decode(step, bucket))
-        return self._graphs.replay(bucket)
+        return self.graphs.replay(bucket)
 
     def _forward(self, batch: ForwardBatch) -> torch.Tensor:
         return self._model.forward(batch, self._kv_store.tensor)
@@ -116,8 +116,8 @@ class DeviceRunner:
             max_seq_len=step.max_seq_len,
         )
 
-    def _padding(self, bucket: int) -> ForwardBatch:
-        """The buffers of a bucket's graph, holding rows of padding."""
+    def stage_padding(self, bucket: int) -> ForwardBatch:
+        """The buffers of a bucket's graph, holding rows of padding: a step of nobody."""
         self._staging.begin()
         batch = self._staged(pad_decode(empty_decode(), bucket))
         self._staging.end()
