@@ -45,7 +45,8 @@ class HugePageArena:
 
 
 def _mapping(num_bytes: int) -> mmap.mmap:
-    mapping = mmap.mmap(-1, num_bytes)
+    # Private: pages of shared memory are huge only where the system's owner has allowed it.
+    mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         mapping.madvise(mmap.MADV_HUGEPAGE)
     return mapping

@@ -181,7 +181,8 @@ struct Attention {
               Scratch& scratch) const {
     int64_t rows = piece.count * group(), padded = padded_dim();
     int64_t width = (here.count + kPanel - 1) / kPanel * kPanel;
-    is_few(piece) ? score_few(rows, here, next, width, scratch)
+    VectorPrefetch ahead((const void* const*)next.keys, 2 * kTileKeys, parts.head_dim * sizeof(T));
+    is_few(piece) ? score_few(rows, here, width, scratch, ahead)
                   : score_many(rows, here, width, scratch);
     for (int64_t row = 0; row < rows; row++) {
       float* scores = scratch.scores.data() + row * kTileKeys;
@@ -189,18 +190,18 @@ struct Attention {
       softmax_row(scores, width, scratch.highest[row], scratch.total[row],
                   scratch.outputs.data() + row * padded, padded);
     }
-    is_few(piece) ? add_few(rows, here, next, scratch) : add_many(rows, here, next, scratch);
+    is_few(piece) ? add_few(rows, here, scratch, ahead) : add_many(rows, here, next, scratch);
   }
 
   // scores [rows][width] = queries · keysᵀ
-  void score_few(int64_t rows, const KeyTile<T>& here, const KeyTile<T>& next, int64_t width,
-                 Scratch& scratch) const {
+  void score_few(int64_t rows, const KeyTile<T>& here, int64_t width, Scratch& scratch,
+                 VectorPrefetch& ahead) const {
     for (int64_t first = 0; first < width; first += kFewKeys) {
-      transpose_keys(here.keys + first, next.keys + first, parts.head_dim, scratch.words.data());
+      transpose_keys(here.keys + first, parts.head_dim, scratch.words.data(), ahead);
       for_few_rows(rows, [&](auto height, int64_t row) {
         score_keys<height, T>(scratch.queries.data() + row * parts.head_dim, parts.head_dim,
                               scratch.words.data(),
-                              scratch.scores.data() + row * kTileKeys + first, kTileKeys);
+                              scratch.scores.data() + row * kTileKeys + first, kTileKeys, ahead);
       });
     }
   }
@@ -216,13 +217,12 @@ struct Attention {
   }
 
   // outputs [rows][D] += weights · values
-  void add_few(int64_t rows, const KeyTile<T>& here, const KeyTile<T>& next,
-               Scratch& scratch) const {
+  void add_few(int64_t rows, const KeyTile<T>& here, Scratch& scratch,
+               VectorPrefetch& ahead) const {
     for (int64_t d = 0; d < parts.head_dim; d += kFewColumns)
       for_few_rows(rows, [&](auto height, int64_t row) {
-        add_values<height>(scratch.scores.data() + row * kTileKeys, kTileKeys, here.values,
-                           next.values, here.count, d,
-                           scratch.outputs.data() + row * padded_dim() + d, padded_dim());
+        add_values<height>(scratch.scores.data() + row * kTileKeys, kTileKeys, here.values, here.count, d,
+                           scratch.outputs.data() + row * padded_dim() + d, padded_dim(), ahead);
       });
   }
 

@@ -35,20 +35,43 @@ inline void for_few_rows(int64_t rows, const Work& work) {
   }
 }
 
-// 32 keys as words [D · sizeof(T) / 4][32]. Of `next`, what lies in the same place is fetched.
+// Fetches vectors ahead of their use, some cache lines at every step. The steps are spread over all
+// that is done meanwhile: in bursts, memory would stand still in between.
+class VectorPrefetch {
+ public:
+  VectorPrefetch(const void* const* vectors, int64_t count, int64_t vector_bytes)
+      : vector_(vectors), end_(vectors + count), bytes_(vector_bytes) {}
+
+  void step() {
+    if (vector_ == end_) return;
+    __builtin_prefetch((const char*)*vector_ + offset_);
+    offset_ += 64;
+    if (offset_ < bytes_) return;
+    offset_ = 0;
+    vector_++;
+  }
+
+ private:
+  const void* const* vector_;
+  const void* const* end_;
+  int64_t bytes_, offset_ = 0;
+};
+
+// 32 keys as words [D · sizeof(T) / 4][32].
 template <typename T>
-void transpose_keys(const T* const* keys, const T* const* next, int64_t head_dim,
-                    uint32_t* words) {
+void transpose_keys(const T* const* keys, int64_t head_dim, uint32_t* words,
+                    VectorPrefetch& ahead) {
   constexpr int64_t kPerWord = 4 / sizeof(T);
   for (int64_t first = 0; first < kFewKeys; first += 8)
     for (int64_t d = 0; d < head_dim; d += 8 * kPerWord) {
       Words rows[8];
+#pragma GCC unroll 8
       for (int i = 0; i < 8; i++) rows[i] = load_words(keys[first + i] + d);
-      if (d * int64_t(sizeof(T)) % 64 == 0)
-        for (int i = 0; i < 8; i++) __builtin_prefetch(next[first + i] + d);
+      for (int i = 0; i < 3; i++) ahead.step();
       transpose(rows);
+#pragma GCC unroll 8
       for (int i = 0; i < 8; i++)
-        memcpy(words + (d / kPerWord + i) * kFewKeys + first, &rows[i], sizeof(Words));
+        store_words(words + (d / kPerWord + i) * kFewKeys + first, rows[i]);
     }
 }
 
@@ -61,20 +84,21 @@ inline Floats element_of(Ints word, int index) {
 // scores[r][0 … 31] = queries[r] · keys
 template <int kRows, typename T>
 void score_keys(const float* queries, int64_t head_dim, const uint32_t* words, float* scores,
-                int64_t scores_stride) {
+                int64_t scores_stride, VectorPrefetch& ahead) {
   constexpr int kPerWord = 4 / sizeof(T), kVectors = kFewKeys / kLanes;
   Floats acc[kRows][kVectors] = {};
-  for (int64_t d = 0; d < head_dim; d += kPerWord)
+  for (int64_t d = 0; d < head_dim; d += kPerWord) {
+    ahead.step();
     for (int i = 0; i < kPerWord; i++) {
       Floats query[kRows];
       for (int r = 0; r < kRows; r++) query[r] = splat(queries[r * head_dim + d + i]);
       for (int v = 0; v < kVectors; v++) {
-        Ints word;
-        memcpy(&word, words + d / kPerWord * kFewKeys + v * kLanes, sizeof(word));
+        Ints word = load_ints(words + d / kPerWord * kFewKeys + v * kLanes);
         Floats key = element_of<T>(word, i);
         for (int r = 0; r < kRows; r++) acc[r][v] += query[r] * key;
       }
     }
+  }
   for (int r = 0; r < kRows; r++)
     for (int v = 0; v < kVectors; v++) store(scores + r * scores_stride + v * kLanes, acc[r][v]);
 }
@@ -88,26 +112,26 @@ inline void load_values(const bf16* from, Floats8 (&columns)[4]) {
 }
 
 inline void load_values(const float* from, Floats8 (&columns)[4]) {
-  for (int i = 0; i < 4; i++) columns[i] = (Floats8)load_words(from + 8 * i);
+  for (int i = 0; i < 4; i++) columns[i] = load8(from + 8 * i);
 }
 
-// outputs[r][0 … 31] += weights[r] · values, in the places of `place_of_column`. Of `next`, what lies
-// in the same place is fetched.
+// outputs[r][0 … 31] += weights[r] · values, in the places of `place_of_column`.
 template <int kRows, typename T>
 void add_values(const float* weights, int64_t weights_stride, const T* const* values,
-                const T* const* next, int64_t count, int64_t column, float* outputs,
-                int64_t outputs_stride) {
+                int64_t count, int64_t column, float* outputs, int64_t outputs_stride,
+                VectorPrefetch& ahead) {
   Floats8 acc[kRows][4];
-  for (int r = 0; r < kRows; r++) memcpy(acc[r], outputs + r * outputs_stride, sizeof(acc[r]));
+  for (int r = 0; r < kRows; r++)
+    for (int i = 0; i < 4; i++) acc[r][i] = load8(outputs + r * outputs_stride + 8 * i);
   for (int64_t key = 0; key < count; key++) {
     Floats8 columns[4];
     load_values(values[key] + column, columns);
-    for (int64_t d = 0; d < kFewColumns; d += 64 / int64_t(sizeof(T)))
-      __builtin_prefetch(next[key] + column + d);
+    ahead.step();
     for (int r = 0; r < kRows; r++)
       for (int i = 0; i < 4; i++) acc[r][i] += weights[r * weights_stride + key] * columns[i];
   }
-  for (int r = 0; r < kRows; r++) memcpy(outputs + r * outputs_stride, acc[r], sizeof(acc[r]));
+  for (int r = 0; r < kRows; r++)
+    for (int i = 0; i < 4; i++) store8(outputs + r * outputs_stride + 8 * i, acc[r][i]);
 }
 
 }  // namespace isthmus

@@ -24,14 +24,14 @@ inline void transpose(Words (&m)[8]) {
   }
 }
 
-inline void store8(float* to, Floats8 value) { memcpy(to, &value, sizeof(value)); }
-
 // Words d … d + 7 of eight keys, transposed into columns of a panel.
 inline void put_columns(Words (&words)[8], const float*, float* panel) {
+#pragma GCC unroll 8
   for (int i = 0; i < 8; i++) store8(panel + i * kPanel, (Floats8)words[i]);
 }
 
 inline void put_columns(Words (&words)[8], const bf16*, float* panel) {
+#pragma GCC unroll 8
   for (int i = 0; i < 8; i++) {
     store8(panel + 2 * i * kPanel, low_halves(words[i]));
     store8(panel + (2 * i + 1) * kPanel, high_halves(words[i]));
@@ -46,6 +46,7 @@ void keys_to_panel(const T* const* keys, int64_t head_dim, float* panel) {
   for (int first = 0; first < kPanel; first += 8)
     for (int64_t d = 0; d < whole; d += kStep) {
       Words words[8];
+#pragma GCC unroll 8
       for (int i = 0; i < 8; i++) words[i] = load_words(keys[first + i] + d);
       transpose(words);
       put_columns(words, keys[0], panel + d * kPanel + first);

@@ -28,6 +28,7 @@ typedef Floats UnalignedFloats __attribute__((aligned(4), may_alias));
 typedef float Floats8 __attribute__((vector_size(32)));
 typedef uint32_t Words __attribute__((vector_size(32)));
 typedef uint16_t Halves __attribute__((vector_size(32)));
+typedef Ints UnalignedInts __attribute__((aligned(4), may_alias));
 typedef Words UnalignedWords __attribute__((aligned(2), may_alias));
 
 struct bf16 {
@@ -40,7 +41,16 @@ inline Floats load(const float* from) { return *(const UnalignedFloats*)from; }
 
 inline void store(float* to, Floats value) { *(UnalignedFloats*)to = value; }
 
+inline Ints load_ints(const void* from) { return *(const UnalignedInts*)from; }
+
+// Not memcpy, which GCC makes of smaller pieces.
 inline Words load_words(const void* from) { return *(const UnalignedWords*)from; }
+
+inline void store_words(void* to, Words value) { *(UnalignedWords*)to = value; }
+
+inline Floats8 load8(const float* from) { return (Floats8)load_words(from); }
+
+inline void store8(float* to, Floats8 value) { store_words(to, (Words)value); }
 
 // A bf16 is the upper half of a float, so two of them widen with a shift and a mask.
 inline Floats8 low_halves(Words words) { return (Floats8)(words << 16); }
@@ -109,8 +119,8 @@ inline void widen16(const bf16* from, float* to) {
                                        10, 26, 11, 27);
   Halves high = __builtin_shufflevector(Halves{}, value, 4, 20, 5, 21, 6, 22, 7, 23, 12, 28, 13, 29,
                                         14, 30, 15, 31);
-  memcpy(to, &low, sizeof(low));
-  memcpy(to + 8, &high, sizeof(high));
+  store_words(to, (Words)low);
+  store_words(to + 8, (Words)high);
 }
 
 inline void narrow(float value, float* to) { *to = value; }
