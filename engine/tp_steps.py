@@ -102,6 +102,7 @@ class Follower:
     """One rank's model and KV. It runs what the leader says, and checks that nothing is missed."""
 
     def __init__(self, model: LanguageModel, kv: torch.Tensor, device: str) -> None:
+        self.weight_bytes = model.spec.weight_bytes
         self._model = model
         self._kv = kv
         self._device = device

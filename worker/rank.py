@@ -80,7 +80,7 @@ def _follow(link: RankLink, invitation: Invitation) -> ExitCode:
     )
     pool = pool_for(config, Role(setup.role))
     follower = _load(config, pool, invitation, setup.store_port)
-    link.send_message(Outcome())
+    link.send_message(Outcome(weight_bytes=follower.weight_bytes))
     while True:
         kind, payload = link.receive()
         if kind is FrameKind.STOP:
@@ -109,7 +109,6 @@ def _load(
     num_blocks = common_num_blocks(engine, model.spec, group)
     kv_store = KvStore(layout_of(model.spec, engine.block_size), num_blocks, device)
     group.set_timeout(engine.tp_timeout_ms / 1000)
-    log.info("loaded", weight_bytes=model.spec.weight_bytes, kv_bytes=kv_store.num_bytes)
     return Follower(model, kv_store.tensor, device)
 
 

@@ -4,7 +4,7 @@
 
     follower   Hello ──▶                        its rank, its pid, the token it was started with
     leader     ◀── Setup                        configuration, and where the ranks meet
-    follower   Ready ──▶  or  Failed ──▶        its part is loaded, or why it cannot be
+    follower   Outcome ──▶                      its part is loaded, or why it cannot be
     leader     ◀── step ◀── step …   ◀── stop   one frame each
 
 A frame is its kind, its length and its bytes. The end of the connection is the end of the other
@@ -61,9 +61,10 @@ class Setup(msgspec.Struct, frozen=True):
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """Of a follower's start: Ready where there is no failure."""
+    """Of a follower's start, or of its end when that was a failure."""
 
     failure: ErrorDetail | None = None
+    weight_bytes: int = 0
 
 
 class RankLink:

@@ -2,7 +2,7 @@
 
 ::
 
-    launch ─ accept ─ set up ─ load (all ranks at once) ─ every follower Ready ─ steps … ─ stop
+    launch ─ accept ─ set up ─ load (all ranks at once) ─ every follower ready ─ steps … ─ stop
        └───────────────┬────────────┴──────────────────────────┬─────────────────┘
        ``failed`` has the error of a start that cannot succeed; later, of a rank that is lost
 
@@ -59,6 +59,7 @@ class Ranks:
         self._links: dict[int, RankLink] = {}
         self._pids: dict[int, int] = {LEADER: os.getpid()}
         self._ready = threading.Semaphore(0)
+        self._weight_bytes: dict[int, int] = {}
         self._is_closed = threading.Event()
         self._watcher: threading.Thread | None = None
 
@@ -66,6 +67,11 @@ class Ranks:
     def pids(self) -> tuple[int, ...]:
         """Of all ranks, in their order; complete once the engine is built."""
         return tuple(pid for _, pid in sorted(self._pids.items()))
+
+    @property
+    def weight_bytes(self) -> tuple[int, ...]:
+        """Of all ranks, in their order; complete once the engine is built."""
+        return tuple(size for _, size in sorted(self._weight_bytes.items()))
 
     def launch(self) -> None:
         """Starts the followers; on the event loop, whose thread lives as long as they may."""
@@ -129,6 +135,8 @@ class Ranks:
         for _ in self._links:
             if not self._ready.acquire(timeout=self._start_s):
                 raise InstanceLostError("a rank did not become ready in time", stage="start")
+        self._weight_bytes[LEADER] = model.spec.weight_bytes
+        log.info("ranks are ready", pids=self.pids, weight_bytes=self.weight_bytes)
         group.set_timeout(self._engine.tp_timeout_ms / 1000)
         return EngineCore(
             LeaderModel(model, self.tell, self._engine.device),
@@ -224,6 +232,7 @@ class Ranks:
             return error
         if outcome.failure is not None:
             return outcome.failure.to_error()
+        self._weight_bytes[rank] = outcome.weight_bytes
         self._ready.release()
         return None
 
