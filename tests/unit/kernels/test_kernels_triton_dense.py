@@ -25,7 +25,7 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> tor
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     num_rows=st.integers(0, 4),
     width=st.integers(1, 300),
@@ -56,7 +56,7 @@ def test_norm_of_each_head_takes_rows_that_lie_apart(dtype: torch.dtype) -> None
     )
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     num_rows=st.integers(0, 3),
     width=st.sampled_from([1, 7, 96, 1024, 1500, 2049]),
@@ -123,7 +123,7 @@ def rope_case(
     return RopeCase(qkv, store.to(kv_dtype), scales, slots)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     num_tokens=st.integers(0, 5),
     heads=st.sampled_from([(1, 1), (9, 3), (8, 1), (12, 12)]),
