@@ -17,6 +17,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -89,21 +90,27 @@ def empty_decode() -> StepInput:
 
 class DecodeGraphs:
     """One graph a bucket, captured at construction, the largest first: the others fit in its
-    memory."""
+    memory. All leave their logits in one buffer, or each would keep its own for ever."""
 
     def __init__(
         self,
         device: Device,
         buckets: tuple[int, ...],
+        vocab_size: int,
         forward: Callable[[ForwardBatch], torch.Tensor],
         batch_of: Callable[[int], ForwardBatch],
     ) -> None:
         """``batch_of`` stages a step of padding and gives the bucket's input buffers."""
         self.buckets = buckets
+        self._forward = forward
+        num_rows = max(buckets, default=0)
+        self._logits = torch.zeros(num_rows, vocab_size, device=device.torch_device)
         self._replays: dict[int, Forward] = {}
         for bucket in reversed(buckets):
-            batch = batch_of(bucket)
-            self._replays[bucket] = device.capture(lambda batch=batch: forward(batch))  # type: ignore[misc]
+            self._replays[bucket] = device.capture(partial(self._run, batch_of(bucket)))
+
+    def _run(self, batch: ForwardBatch) -> torch.Tensor:
+        return self._logits[: len(batch.seq_lens)].copy_(self._forward(batch))
 
     def replay(self, bucket: int) -> torch.Tensor:
         """Runs the bucket's step on what its input buffers hold; logits float32 [bucket, V], good

@@ -41,14 +41,14 @@ class Device(Protocol):
     def event(self) -> DeviceEvent: ...
 
     def capture(self, forward: Forward) -> Forward:
-        """Records what ``forward`` launches. What comes back launches it again, reading and writing
-        the same memory: the result is the same tensor each time."""
+        """Records what ``forward`` launches, which is run for that. What comes back launches it
+        again, reading and writing the same memory."""
         ...
 
 
 class CudaDevice:
-    """All graphs share one memory pool: of two that are captured the same addresses may be used, so
-    a result is good until the next replay of any."""
+    """All graphs share one memory pool: they may use the same addresses for what they make, so of
+    that nothing is good beyond the next replay of any."""
 
     def __init__(self, torch_device: torch.device) -> None:
         self.torch_device = torch_device
@@ -93,7 +93,7 @@ class _Passed:
 
 
 class HostDevice:
-    """A ``Device`` of CPU tensors. Its graphs run the same code again, into the same result."""
+    """A ``Device`` of CPU tensors. Its graphs are the code itself, run again."""
 
     torch_device = torch.device("cpu")
 
@@ -107,12 +107,8 @@ class HostDevice:
         return _Passed()
 
     def capture(self, forward: Forward) -> Forward:
-        result = forward()
-
-        def replay() -> torch.Tensor:
-            return result.copy_(forward())
-
-        return replay
+        forward()
+        return forward
 
 
 def device_of(name: str) -> Device:

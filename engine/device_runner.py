@@ -68,7 +68,9 @@ class DeviceRunner:
         self._sampled_before: dict[Sequence, int] = {}  # the row of each in these
         buckets = decode_buckets(max_seqs) if config.cuda_graphs else ()
         with device.active(), torch.inference_mode():
-            self.graphs = DecodeGraphs(device, buckets, self._forward, self.stage_padding)
+            self.graphs = DecodeGraphs(
+                device, buckets, model.spec.vocab_size, self._forward, self.stage_padding
+            )
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         with self._device.active(), torch.inference_mode():

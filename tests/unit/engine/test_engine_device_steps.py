@@ -73,8 +73,7 @@ def assert_same(core: EngineCore, requests: list[Request], **engine: object) -> 
     assert core.load().free_blocks == core.load().num_blocks
 
 
-@pytest.mark.parametrize("async_scheduling", ["off", "on"])
-@pytest.mark.parametrize("cuda_graphs", [False, True])
+@pytest.mark.parametrize(("async_scheduling", "cuda_graphs"), [("on", True), ("off", False)])
 @pytest.mark.parametrize(
     "engine",
     [

@@ -93,9 +93,9 @@ def test_graphs_are_captured_largest_first_and_read_their_buffers_at_replay() ->
         return ForwardBatch(ids[:bucket], row, row - 1, starts, lengths, table, row, 1, 1)
 
     def forward(batch: ForwardBatch) -> torch.Tensor:
-        return batch.input_ids[:, None] * torch.ones(3)
+        return batch.input_ids[:, None] * torch.ones(3)  # [bucket, 3]
 
-    graphs = DecodeGraphs(HostDevice(), (1, 4, 8), forward, batch_of)
+    graphs = DecodeGraphs(HostDevice(), (1, 4, 8), 3, forward, batch_of)
     assert captured == [8, 4, 1]
     ids[:4] = torch.tensor([3, 1, 2, 9])
     first = graphs.replay(4)
