@@ -21,7 +21,11 @@ from tests.support.fake_decode import FakeDecode, Script
 
 async def serve(cluster: str, model: str, token_ids: list[int]) -> None:
     fake = FakeDecode(
-        model=model, block_size=16, max_model_len=8192, script=lambda _: Script(token_ids)
+        model=model,
+        block_size=16,
+        max_model_len=8192,
+        report_period_s=1.0,  # as an idle instance does
+        script=lambda _: Script(token_ids),
     )
     registry = RegistryServer()
     await fake.start()

@@ -3,8 +3,8 @@
 ``python -m benchmarks.overhead`` sends streamed requests to a gateway process and gRPC calls to the
 decode instance behind it, in turns, over connections that stay open, with fresh prompts. The decode
 instance answers at once, so that the figures hold nothing else; ``added`` is the difference of the
-two requests of one pair. ``cpu_ms`` is what the gateway process computes for one request (its idle
-work taken off), which a busy machine changes least: compare versions by it.
+two requests of one pair. ``cpu`` is what the gateway process computes for one request, less what it
+does at rest. A busy machine changes its low percentiles least: compare versions by ``cpu_p5_ms``.
 
 With ``--end-to-end`` the pairs go to a cluster with a real model, whose prefill scatters by more
 than the gateway adds.
@@ -15,19 +15,20 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import random
-import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import httpx
 import orjson
-import psutil
 import uvloop
 
 from benchmarks.cluster import CLUSTER_NAME, MODEL_NAME, OUT, Running, free_port, serve, wait_for
@@ -43,7 +44,7 @@ from isthmus.protos.v1 import instance_pb2, instance_pb2_grpc
 from tests.support.gateway_stub import GatewayStub, make_request
 
 WARM_UP = 10
-IDLE_S = 3.0
+REST_S = 3.0
 FORMS = ("ids", "text", "chat")
 
 
@@ -120,28 +121,63 @@ async def ttft_direct(stub: GatewayStub, prefill: InstanceInfo | None, prompt: l
     return (first - start) * 1e3
 
 
+class CpuMeter:
+    """CPU time of all threads of a process, less what it uses at rest. Linux."""
+
+    def __init__(self, pid: int) -> None:
+        self._tasks = Path(f"/proc/{pid}/task")
+        self.rest = 0.0  # cores
+        self._start_ns, self._start_s = self._total_ns(), time.perf_counter()
+
+    async def measure_rest(self, seconds: float) -> None:
+        self._start_ns, self._start_s = self._total_ns(), time.perf_counter()
+        await asyncio.sleep(seconds)
+        self.rest = self.used_ms() / 1e3 / (time.perf_counter() - self._start_s)
+
+    def used_ms(self) -> float:
+        """Since ``measure_rest`` began."""
+        at_rest_s = self.rest * (time.perf_counter() - self._start_s)
+        return (self._total_ns() - self._start_ns) / 1e6 - 1e3 * at_rest_s
+
+    def _total_ns(self) -> int:
+        return sum(int(file.read_text().split()[0]) for file in self._tasks.glob("*/schedstat"))
+
+
 async def measure_pairs(
-    count: int, through: Callable[[], Awaitable[float]], beside: Callable[[], Awaitable[float]]
+    count: int,
+    through: Callable[[], Awaitable[float]],
+    beside: Callable[[], Awaitable[float]],
+    meter: CpuMeter | None = None,
 ) -> dict[str, float]:
     """Milliseconds; the first pairs warm both ways up and do not count."""
-    pairs = [(await through(), await beside()) for _ in range(WARM_UP + count)][WARM_UP:]
-    columns = {
-        "through": [a for a, _ in pairs],
-        "without": [b for _, b in pairs],
-        "added": [a - b for a, b in pairs],
-    }
+    pairs, used_ms = list[tuple[float, float]](), list[float]()
+    for _ in range(WARM_UP + count):
+        used_ms.append(meter.used_ms() if meter else 0.0)
+        pairs.append((await through(), await beside()))
+    used_ms.append(meter.used_ms() if meter else 0.0)
+    pairs = pairs[WARM_UP:]
     figures = {}
-    for name, values in columns.items():
-        ordered = sorted(values)
-        figures[f"{name}_p50_ms"] = round(statistics.median(ordered), 3)
-        figures[f"{name}_p99_ms"] = round(ordered[int(0.99 * len(ordered))], 3)
+    for name, values in (
+        ("through", [a for a, _ in pairs]),
+        ("without", [b for _, b in pairs]),
+        ("added", [a - b for a, b in pairs]),
+    ):
+        figures[f"{name}_p50_ms"] = percentile(values, 0.5)
+        figures[f"{name}_p99_ms"] = percentile(values, 0.99)
+    if meter:
+        of_each = [b - a for a, b in pairwise(used_ms[WARM_UP:])]
+        figures |= {f"cpu_p{p}_ms": percentile(of_each, p / 100) for p in (5, 50)}
     return figures
+
+
+def percentile(values: list[float], share: float) -> float:
+    return round(sorted(values)[int(share * len(values))], 3)
 
 
 # --- a gateway with nothing behind it ----------------------------------------------------------
 @contextmanager
-def serve_instant(token_ids: list[int]) -> Iterator[tuple[str, psutil.Process, str]]:
-    """URL and process of a gateway, and the address of the decode instance behind it."""
+def serve_instant(token_ids: list[int]) -> Iterator[tuple[str, int, str]]:
+    """URL and pid of a gateway, and the address of the decode instance behind it."""
     port = free_port()
     config = ClusterConfig(
         name=CLUSTER_NAME, gateway=GatewayConfig(port=port), model=ModelConfig(path="sample")
@@ -158,14 +194,14 @@ def serve_instant(token_ids: list[int]) -> Iterator[tuple[str, psutil.Process, s
     gateway = None
     try:
         addresses = json.loads(behind.stdout.readline())
-        gateway = psutil.Popen(
+        gateway = subprocess.Popen(
             [sys.executable, "-m", "isthmus.gateway.main", "--registry", addresses["registry"]],
-            env=psutil.Process().environ() | {CONFIG_VARIABLE: config.model_dump_json()},
+            env=os.environ | {CONFIG_VARIABLE: config.model_dump_json()},
             stderr=subprocess.DEVNULL,
         )
         url = f"http://127.0.0.1:{port}"
         wait_for(f"{url}/ready", gateway, 60)
-        yield url, gateway, addresses["decode"]
+        yield url, gateway.pid, addresses["decode"]
     finally:
         if gateway is not None:
             gateway.terminate()
@@ -174,38 +210,28 @@ def serve_instant(token_ids: list[int]) -> Iterator[tuple[str, psutil.Process, s
         behind.wait(20)
 
 
-def cpu_s(process: psutil.Process) -> float:
-    times = process.cpu_times()
-    return float(times.user + times.system)
-
-
 async def measure_instant(sizes: list[int], count: int) -> dict[str, Any]:
     tokenizer = load_tokenizer(locate_model("sample"))
     token_ids = tokenizer.encode(" hello world", add_special_tokens=False)
-    with serve_instant(token_ids) as (url, process, address):
+    with serve_instant(token_ids) as (url, pid, address):
         async with create_channel(address) as channel:
             stub = instance_pb2_grpc.InstanceServiceStub(channel)
             decode = info_from_pb((await stub.GetInfo(instance_pb2.GetInfoRequest())).info)
-        before = cpu_s(process)
-        await asyncio.sleep(IDLE_S)
-        idle = (cpu_s(process) - before) / IDLE_S
-        result: dict[str, Any] = {"gateway_idle_cores": round(idle, 4)}
+        meter = CpuMeter(pid)
+        await meter.measure_rest(REST_S)
+        result: dict[str, Any] = {"gateway_cores_at_rest": round(meter.rest, 4)}
         async with AsyncExitStack() as stack:
             direct = await stack.enter_async_context(GatewayStub(decode))
             http = await stack.enter_async_context(KeepAliveClient(url))
             for size in sizes:
                 prompts = Prompts(tokenizer, size, random.Random(size))
                 for form in FORMS:
-                    before, start = cpu_s(process), time.perf_counter()
-                    figures = await measure_pairs(
+                    result[f"{size} tokens, {form}"] = await measure_pairs(
                         count,
                         lambda form=form, p=prompts: http.ttft_ms(*p.request(form)),
                         lambda p=prompts: ttft_direct(direct, None, p.ids()),
+                        meter,
                     )
-                    idle_s = idle * (time.perf_counter() - start)
-                    used_s = cpu_s(process) - before - idle_s
-                    figures["cpu_ms"] = round(1e3 * used_s / (WARM_UP + count), 3)
-                    result[f"{size} tokens, {form}"] = figures
     return result
 
 
@@ -247,7 +273,7 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, nargs="+", default=[48, 512])
     args = parser.parse_args()
     if args.end_to_end:
-        with serve("sample", "--dtype", "bfloat16") as running:
+        with serve("sample", "--dtype", "bfloat16", "--actuator", "process") as running:
             result = uvloop.run(measure_cluster(running, args.prompt_tokens, args.pairs))
     else:
         result = uvloop.run(measure_instant(args.prompt_tokens, args.pairs))

@@ -92,6 +92,8 @@ async def serve(args: GatewayArgs, model: ModelIdentity, listener: socket.socket
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    # One text at a time: the tokenizer's own pool of threads would only add a hop to each.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         args = parse_args(argv)
         configure_logging(args.config.logging, role="gateway", instance="gateway")

@@ -56,6 +56,7 @@ class FakeDecode:
     model: str = MODEL
     block_size: int = BLOCK_SIZE
     max_model_len: int = 512
+    report_period_s: float = 0.02  # between load reports, however often they are asked for
     script: Callable[[common_pb2.Request], Script] = lambda _: Script((3 + ord("h"), 3 + ord("i")))
     submitted: list[decode_pb2.Submit] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
@@ -211,7 +212,7 @@ class _InstanceServicer(instance_pb2_grpc.InstanceServiceServicer):
             seq += 1
             report = replace(self._fake.load_report(), seq=seq)
             yield instance_pb2.WatchLoadResponse(report=convert.load_to_pb(report))
-            await asyncio.sleep(max(request.interval_ms, 20) / 1000)
+            await asyncio.sleep(max(request.interval_ms / 1000, self._fake.report_period_s))
 
     async def WatchKvEvents(  # noqa: N802
         self, request: instance_pb2.WatchKvEventsRequest, context: grpc.aio.ServicerContext
