@@ -42,13 +42,17 @@ class Reconciler:
         self._desired = desired_replicas(config)
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._unseen_since_ns: dict[str, int] = {}
+        self._changes: set[asyncio.Task[None]] = set()
         self._lock = asyncio.Lock()
 
     async def scale(self, role: Role, replicas: int) -> int:
         """Sets the wanted number of one role and returns the old one."""
         old = self._desired[role]
         self._desired = {**self._desired, role: replicas}
-        await self.reconcile()
+        change = asyncio.create_task(self.reconcile(), name=f"scale-{role.value}")
+        self._changes.add(change)
+        change.add_done_callback(self._changes.discard)
+        await asyncio.shield(change)  # whoever asked may leave; what has begun is seen through
         return old
 
     async def reconcile(self) -> None:

@@ -10,7 +10,7 @@ from isthmus.common.clock import VirtualClock
 from isthmus.common.cluster import Role
 from isthmus.common.config import ClusterConfig, load_config
 from isthmus.controlplane.reconciler import Reconciler
-from tests.support.fake_actuator import FakeActuator
+from tests.support.fake_actuator import FakeActuator, FakeHandle
 from tests.support.poll import poll_until
 
 
@@ -70,6 +70,31 @@ async def test_scaling_up_starts_only_the_new_ones() -> None:
 async def test_two_scalings_at_once_end_in_the_last_one() -> None:
     async with reconciled(pools(decode=1)) as (reconciler, actuator):
         await asyncio.gather(reconciler.scale(Role.DECODE, 3), reconciler.scale(Role.DECODE, 2))
+        await alive(actuator, "decode-0", "decode-1")
+
+
+@pytest.mark.asyncio
+async def test_a_scaling_is_seen_through_when_whoever_asked_leaves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    is_asked, may_end, stop = asyncio.Event(), asyncio.Event(), FakeHandle.stop
+
+    async def drain(handle: FakeHandle, timeout_s: float) -> None:
+        is_asked.set()
+        await may_end.wait()
+        await stop(handle, timeout_s)
+
+    monkeypatch.setattr(FakeHandle, "stop", drain)
+    async with reconciled(pools(decode=2)) as (reconciler, actuator):
+        await alive(actuator, "decode-0", "decode-1")
+        asking = asyncio.create_task(reconciler.scale(Role.DECODE, 1))
+        await is_asked.wait()
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        may_end.set()
+        await alive(actuator, "decode-0")
+        assert await reconciler.scale(Role.DECODE, 2) == 1
         await alive(actuator, "decode-0", "decode-1")
 
 
