@@ -18,7 +18,7 @@ from tests.support.engine_driver import make_prompt
 from tests.support.poll import poll_until
 from tests.support.serving import Moved, Oracle, Serving, serving
 
-pytestmark = [pytest.mark.asyncio, pytest.mark.fault, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.asyncio, pytest.mark.fault, pytest.mark.timeout(300)]
 
 ENGINE = {"num_blocks": 300, "max_num_batched_tokens": 16, "max_num_seqs": 8, "tp_size": 2}
 SEEDED = {"temperature": 0.9, "top_p": 0.95, "seed": 5}
@@ -49,7 +49,7 @@ async def lose_a_rank(running: Serving, rank: int) -> InstanceInfo:
     assert (before.kv_layout.tp_size, len(before.rank_pids)) == (2, 2)
     assert before.rank_pids[0] == before.pid
     answers = [
-        running.submit(make_prompt(60 + n, n), max_tokens=300, **sampling)
+        running.submit(make_prompt(60 + n, n), max_tokens=120, **sampling)
         for n, sampling in enumerate(({}, SEEDED))
     ]
     for answer in answers:

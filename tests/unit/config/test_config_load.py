@@ -121,3 +121,12 @@ def test_a_name_that_cannot_name_a_file_is_refused(name: str) -> None:
 def test_a_block_holds_at_least_one_token(block_size: int) -> None:
     with pytest.raises(ConfigError, match="block_size"):
         load_config(overrides={"prefill": {"engine": {"block_size": block_size}}}, environ={})
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_ranks_are_refused_where_kv_would_have_to_travel(role: str) -> None:
+    pools = {role: {"engine": {"tp_size": 2}}}
+    with pytest.raises(ConfigError) as caught:
+        load_config(overrides=pools, environ={})
+    assert caught.value.message.startswith(f"{role}.engine.tp_size (2) must be 1: KV goes between")
+    assert load_config(overrides={"mixed": pools[role]}, environ={}).mixed.engine.tp_size == 2

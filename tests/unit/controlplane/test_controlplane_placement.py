@@ -38,6 +38,14 @@ def test_threads_of_an_engine_get_a_core_each() -> None:
     assert made == {"prefill-0": (0, 1, 2), "decode-0": (3,)}
 
 
+def test_every_rank_gets_cores_of_its_own() -> None:
+    alone = {"prefill": {"replicas": 0}, "decode": {"replicas": 0}}
+    engine = {"tp_size": 2, "num_threads": 2}
+    made = plan(4, **alone, mixed={"replicas": 1, "engine": engine})
+    assert made == {"mixed-0": (0, 1, 2, 3)}
+    assert plan(3, **alone, mixed={"replicas": 1, "engine": engine}) == {"mixed-0": ()}
+
+
 @given(
     cores=st.integers(0, 16),
     replicas=st.tuples(st.integers(0, 4), st.integers(0, 4), st.integers(0, 4)),

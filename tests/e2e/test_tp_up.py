@@ -1,0 +1,66 @@
+"""`isthmus up` with an instance of two ranks: seen in its status, restarted whole, ended whole."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.cluster import Cluster, Place, poll
+from tests.support.serving import write_serving_model
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+
+ROLES = ["--prefill", "0", "--decode", "0", "--mixed", "1", "--set", "mixed.engine.tp_size=2"]
+PROMPT = {"prompt": "one two " * 40, "max_tokens": 4}
+
+
+def info(cluster: Cluster) -> dict[str, Any]:
+    """The instance's record; empty while it is not registered."""
+    (instance,) = cluster.instances()
+    return instance["info"] or {}
+
+
+@pytest.mark.parametrize(
+    "actuator",
+    [
+        pytest.param("ray", marks=pytest.mark.ray),
+        # The same but for who starts the leader.
+        pytest.param("process", marks=pytest.mark.slow),
+    ],
+)
+def test_an_instance_of_two_ranks_serves_recovers_and_leaves_nothing(
+    actuator: str, tmp_path: Path
+) -> None:
+    model = write_serving_model(tmp_path / "tiny")
+    place = Place()
+    try:
+        cluster = place.up(*ROLES, "--model", str(model), "--actuator", actuator)
+        try:
+            body = {"model": cluster.ready["model"], **PROMPT}
+            url = f"{cluster.url}/v1/completions"
+            assert httpx.post(url, json=body, trust_env=False, timeout=60).status_code == 200
+            before = info(cluster)
+            pids = before["rank_pids"]
+            text = place.isthmus("status").stdout
+            assert f"mixed-0 has tp_size 2; pids of its ranks: {pids[0]}, {pids[1]}" in text
+
+            os.kill(pids[1], signal.SIGKILL)
+
+            def is_back() -> bool:
+                now = info(cluster)
+                return now.get("state") == "ready" and now["epoch"] == before["epoch"] + 1
+
+            assert poll(is_back, 120)
+            assert not set(info(cluster)["rank_pids"]) & set(pids)
+            assert httpx.post(url, json=body, trust_env=False, timeout=60).status_code == 200
+            assert cluster.interrupt() == 0
+            assert place.leftovers() == []
+        finally:
+            cluster.close()
+    finally:
+        place.close()
