@@ -16,6 +16,7 @@ from isthmus.common.cluster import InstanceState, Role
 from isthmus.common.errors import HandshakeError, LayoutMismatchError
 from isthmus.common.kv_events import BlocksStored
 from isthmus.common.rpc import create_channel, error_from_rpc
+from isthmus.common.transfer import PROTOCOL_VERSION
 from isthmus.protos import convert
 from isthmus.protos.v1 import (
     common_pb2,
@@ -176,7 +177,7 @@ async def test_a_handshake_with_another_layout_is_refused_by_name() -> None:
         async with create_channel(worker.info.address) as channel:
             stub = transfer_pb2_grpc.TransferServiceStub(channel)
             offer = transfer_pb2.TransferOffer(
-                protocol_version=1,
+                protocol_version=PROTOCOL_VERSION,
                 layout_hash=other.info.kv_layout.compat_hash,
                 instance=convert.ref_to_pb(other.info.ref),
                 connector="local",
