@@ -84,8 +84,12 @@ def build_step_input(
         owners = np.repeat(np.arange(len(sequences)), counts)  # [T]
         positions = np.arange(query_start[-1]) + (starts - query_start[:-1])[owners]  # [T]
     blocks = block_table[owners, positions // block_size].astype(np.int64)
-    input_ids, sources = _input_ids(plan, query_start, sampled_before or {})
-    rows = _LogitsRows.of(plan, query_start)
+    if plan.num_prefill_tokens:
+        input_ids, sources = _input_ids(plan, query_start, sampled_before or {})
+        rows = _LogitsRows.of(plan, query_start)
+    else:
+        input_ids, sources = _decode_ids(plan, sampled_before or {})
+        rows = _LogitsRows.of_decodes(plan)
     return StepInput(
         input_ids=input_ids,
         sources=sources,
@@ -145,6 +149,20 @@ def _input_ids(
     return input_ids, sources
 
 
+def _decode_ids(
+    plan: StepPlan, sampled_before: Mapping[Sequence, int]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """``_input_ids`` where every sequence runs one token."""
+    tokens = [s.token_at(start) for s, start in zip(plan.scheduled, plan.starts, strict=True)]
+    sources = np.full(len(tokens), KNOWN, dtype=np.int64)
+    if None in tokens:
+        for row, token in enumerate(tokens):
+            if token is None:
+                tokens[row] = 0
+                sources[row] = sampled_before[plan.scheduled[row]]
+    return np.array(tokens, dtype=np.int64), sources
+
+
 @dataclass(slots=True)
 class _LogitsRows:
     index: list[int]  # rows of [T]
@@ -152,6 +170,12 @@ class _LogitsRows:
     sample_rows: list[int]
     sample_positions: list[int]
     prompt_rows: list[PromptRows]
+
+    @classmethod
+    def of_decodes(cls, plan: StepPlan) -> _LogitsRows:
+        """Every row is the last one of its sequence."""
+        rows = list(range(len(plan.scheduled)))
+        return cls(rows, list(plan.scheduled), rows, [start + 1 for start in plan.starts], [])
 
     @classmethod
     def of(cls, plan: StepPlan, query_start: NDArray[np.int32]) -> _LogitsRows:

@@ -152,7 +152,11 @@ class BlockOwners:
 
     def end_flight(self, tables: Iterable[BlockTable]) -> None:
         """A step has ended: frees what was let go of meanwhile and is in no other."""
-        self._in_flight -= Counter(tables)  # drops those that reach zero
+        for table in tables:
+            if self._in_flight[table] == 1:
+                del self._in_flight[table]
+            else:
+                self._in_flight[table] -= 1
         if self._free_after_flight:
             landed = [table for table in self._free_after_flight if table not in self._in_flight]
             for table in landed:

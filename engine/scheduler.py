@@ -99,11 +99,11 @@ class Scheduler:
             decodes = self._schedule_decodes()
             budget = self._token_budget - len(decodes)
             chunks: list[tuple[Sequence, int]] = []
-            for sequence in self._running:
-                count = min(sequence.num_schedulable_tokens, budget)
-                if sequence.num_schedulable_tokens > 1 and count > 0:
-                    chunks.append((sequence, count))
-                    budget -= count
+            for sequence in self._running if len(decodes) < len(self._running) else ():
+                left = sequence.num_schedulable_tokens
+                if left > 1 and budget > 0:
+                    chunks.append((sequence, min(left, budget)))
+                    budget -= chunks[-1][1]
             while budget > 0 and len(self._running) < self._max_num_seqs:
                 entered = self._enter_next()
                 if entered is None:
@@ -154,7 +154,10 @@ class Scheduler:
 
         Raises _MustPreemptError when there is none and nobody may be preempted now."""
         assert sequence.table is not None
-        while not self._kv.try_grow(sequence.table, sequence.num_expected_tokens):
+        num_tokens = sequence.num_expected_tokens
+        if num_tokens <= len(sequence.table.block_ids) * self._kv.block_size:
+            return True
+        while not self._kv.try_grow(sequence.table, num_tokens):
             if not self._can_preempt:
                 raise _MustPreemptError
             victim = next(s for s in reversed(self.running) if s.can_be_preempted)

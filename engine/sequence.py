@@ -129,6 +129,10 @@ class Sequence:
         """View of all tokens so far, int64 [num_tokens]."""
         return self._tokens[: self.num_tokens]
 
+    def token_at(self, index: int) -> int | None:
+        """None for a token that a step in flight has yet to sample."""
+        return int(self._tokens[index]) if index < self.num_tokens else None
+
     @property
     def output_token_ids(self) -> NDArray[np.int64]:
         """View of the tokens after the prompt, those delivered before a resume included."""
@@ -154,7 +158,8 @@ class Sequence:
     @property
     def num_schedulable_tokens(self) -> int:
         """Tokens that the next step may run; 0 when those in flight are sure to bring the end."""
-        expected = min(self.num_expected_tokens, self._num_computable_tokens)
+        expected = self.num_tokens + self.num_unknown_tokens
+        expected = min(expected, self._num_computable_tokens)
         return expected - self.num_computed_tokens - self.num_tokens_in_flight
 
     @property

@@ -18,8 +18,9 @@ def must_not_stop_yet(sampling: SamplingParams, output_index: int) -> bool:
 
 def find_finish_reason(sequence: Sequence) -> FinishReason | None:
     """Judges the sequence by its last token and its length; None = it goes on."""
-    sampling = sequence.request.sampling
-    if sequence.num_output_tokens and sequence.last_token_id in sampling.stop_token_ids:
+    stop_token_ids = sequence.request.sampling.stop_token_ids
+    has_outputs = sequence.num_tokens > sequence.request.num_prompt_tokens
+    if stop_token_ids and has_outputs and sequence.last_token_id in stop_token_ids:
         return FinishReason.STOP
     if sequence.num_tokens >= sequence.max_num_tokens:
         return FinishReason.LENGTH

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+from dataclasses import fields, replace
+
 import numpy as np
 import pytest
 
 from isthmus.common.ids import BlockId
-from isthmus.engine.batch import KNOWN, build_step_input, forward_batch
+from isthmus.engine.batch import KNOWN, StepInput, build_step_input, forward_batch
 from isthmus.engine.block_table import BlockTable, TableState
 from isthmus.engine.scheduler import StepPlan
 from isthmus.engine.sequence import Sequence
@@ -28,7 +30,7 @@ def plan_of(*scheduled: tuple[Sequence, int]) -> StepPlan:
     """Sequences and how many tokens each runs."""
     sequences, counts = zip(*scheduled, strict=True)
     starts, samples = zip(*(s.take_off(count) for s, count in scheduled), strict=True)
-    return StepPlan(0, sequences, starts, counts, samples, 0, 0, 0)
+    return StepPlan(0, sequences, starts, counts, samples, sum(counts), 0, 0)
 
 
 def test_batch_equals_a_token_by_token_construction() -> None:
@@ -78,6 +80,25 @@ def test_token_that_a_step_in_flight_samples_is_named_by_its_row_there() -> None
     assert step.positions.tolist() == [7, 9, 3, 4]
     assert step.sample_positions == [8, 10, 5]
     assert step.has_unknown_tokens
+
+
+def test_step_of_decodes_alone_is_built_as_any_other() -> None:
+    decodes = [make_sequence(5 + i, 4 + i, first_block=1 + 30 * i) for i in range(4)]
+    first = build_step_input(plan_of(*((s, 1) for s in decodes[:2])), BLOCK_SIZE)
+    rows = {sequence: row for row, sequence in enumerate(first.sampled)}
+    for sequence in decodes[:2]:
+        assert sequence.table is not None
+        sequence.table.extend([BlockId(90)])
+    plan = plan_of(*((s, 1) for s in decodes))
+    mixed = build_step_input(plan, BLOCK_SIZE, rows)
+    alone = build_step_input(
+        replace(plan, num_prefill_tokens=0, num_decode_tokens=4), BLOCK_SIZE, rows
+    )
+    assert mixed.sources.tolist() == [0, 1, KNOWN, KNOWN]
+    for field in fields(StepInput):
+        expected, actual = getattr(mixed, field.name), getattr(alone, field.name)
+        assert np.array_equal(actual, expected), field.name
+        assert getattr(actual, "dtype", None) == getattr(expected, "dtype", None)
 
 
 def test_counts_of_steps_in_flight_add_up() -> None:

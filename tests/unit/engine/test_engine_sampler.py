@@ -38,7 +38,8 @@ def make_sequence(
 def step_of(*sequences: Sequence) -> StepInput:
     """Every sequence runs all its tokens."""
     counts = tuple(s.num_tokens for s in sequences)
-    plan = StepPlan(0, sequences, (0,) * len(counts), counts, (True,) * len(counts), 0, 0, 0)
+    starts, samples = (0,) * len(counts), (True,) * len(counts)
+    plan = StepPlan(0, sequences, starts, counts, samples, sum(counts), 0, 0)
     return build_step_input(plan, block_size=16)
 
 
