@@ -9,6 +9,7 @@ import torch
 import triton
 
 from isthmus.kernels.triton.attention_tile import LOG2_E
+from isthmus.kernels.triton.compilation import Constant
 from isthmus.kernels.triton.quant import as_bytes
 
 LaunchArgument = torch.Tensor | int | float | bool | None
@@ -80,8 +81,7 @@ class AttentionCall:
 
     @property
     def d_tile(self) -> int:
-        """The head size as a tile has it: a power of two that the matrix units take."""
-        return max(16, triton.next_power_of_2(self.head_dim))
+        return d_tile_of(self.head_dim)
 
     @property
     def num_sms(self) -> int:
@@ -121,6 +121,62 @@ class AttentionCall:
             "SOFT_CAPPED": self.soft_cap is not None,
             "UPCAST": bool(triton.knobs.runtime.interpret),
         }
+
+
+@dataclass(frozen=True, slots=True)
+class CallForm:
+    """What of a call decides how a kernel is compiled; types as Triton writes them."""
+
+    head_dim: int
+    kv_type: str = "bf16"
+    group_size: int = 4
+    num_kv_heads: int = 8
+    is_windowed: bool = False
+    has_soft_cap: bool = False
+
+    @property
+    def kv_bytes(self) -> int:
+        return 2 if self.kv_type == "bf16" else 1
+
+    @property
+    def label(self) -> str:
+        flags = ("-window" if self.is_windowed else "") + ("-cap" if self.has_soft_cap else "")
+        return f"{self.kv_type}-{self.group_size}x{self.head_dim}{flags}"
+
+    def types(self) -> dict[str, str]:
+        """Of the run-time arguments among ``AttentionCall.launch_arguments``."""
+        strides = ("q_stride", "block_stride", "scale_block_stride", "table_stride")
+        return {
+            "q": "*bf16",
+            "kv": f"*{self.kv_type}",
+            **({} if self.kv_type == "bf16" else {"kv_scales": "*fp32"}),
+            **dict.fromkeys(("query_start", "seq_lens", "block_table"), "*i32"),
+            "out": "*bf16",
+            **dict.fromkeys(("num_tokens", *strides, "window"), "i32"),
+            **dict.fromkeys(("score_scale", "inner_scale"), "fp32"),
+        }
+
+    def constants(self) -> dict[str, Constant]:
+        """The compile-time ones."""
+        return {
+            **({"kv_scales": None} if self.kv_type == "bf16" else {}),
+            "GROUP": self.group_size,
+            "G": self.num_kv_heads,
+            "B": 16,
+            "D": self.head_dim,
+            "D_TILE": d_tile_of(self.head_dim),
+            "WINDOWED": self.is_windowed,
+            "SOFT_CAPPED": self.has_soft_cap,
+            "UPCAST": False,
+        }
+
+
+ALIGNED = frozenset({"q_stride", "block_stride", "scale_block_stride"})
+
+
+def d_tile_of(head_dim: int) -> int:
+    """The head size as a tile has it: a power of two that the matrix units take."""
+    return max(16, int(triton.next_power_of_2(head_dim)))
 
 
 @functools.cache

@@ -25,7 +25,7 @@ MASKED_SCORE = tl.constexpr(-1.0e30)
 
 @triton.jit
 def key_ranges(first_position, last_position, window, TILE: tl.constexpr, WINDOWED: tl.constexpr):
-    """Bounds (start, seen_start, seen_stop, stop) of the three ranges for rows at these positions."""
+    """Bounds (start, seen_start, seen_stop, stop) of the ranges for rows at these positions."""
     stop = last_position + 1
     seen_stop = (first_position + 1) // TILE * TILE
     if WINDOWED:
@@ -139,34 +139,25 @@ def fold_keys(
 ):
     """Folds keys start … stop − 1 into the running softmax; ``start`` is a multiple of TILE."""
     dims = tl.arange(0, D_TILE)
+    # Block ids are loaded a tile ahead and as plain numbers. So they are there when the loads that
+    # need them are issued, and the compiler does not take them into its pipeline, where they would
+    # cost the keys and values every other stage.
+    next_blocks = load_blocks(table, start, stop, first_seen, B, TILE, WINDOWED)
     for tile_start in range(start, stop, TILE):
         tokens = tile_start + tl.arange(0, TILE)
-        if MASKED:
-            live = tokens < stop
-            if WINDOWED:
-                live = live & (tokens >= first_seen)
-            blocks = tl.load(table + tokens // B, mask=live, other=0)
-        else:
-            blocks = tl.load(table + tokens // B)
-        rows = blocks.to(tl.int64) * block_stride + (tokens % B) * D
-        key_pointers = kv + rows[None, :] + dims[:, None]
-        value_pointers = kv + G * B * D + rows[:, None] + dims[None, :]
+        live = tokens < stop
+        if WINDOWED:
+            live = live & (tokens >= first_seen)
+        blocks = block_of_each(next_blocks, tile_start, B, TILE)
+        next_blocks = load_blocks(table, tile_start + TILE, stop, first_seen, B, TILE, WINDOWED)
         # Keys that no row sees may be anything, NaN included: their scores are replaced. Their
         # values must be blanked, since 0 · NaN is NaN.
-        if D != D_TILE:
-            keys = tl.load(key_pointers, mask=(dims < D)[:, None], other=0)
-        else:
-            keys = tl.load(key_pointers)
+        rows = blocks * block_stride + (tokens % B) * D
+        keys = load_tile(kv + rows[None, :] + dims[:, None], (dims < D)[:, None], D != D_TILE)
         scores = tl.dot(q, unpack(keys, q.dtype), input_precision="ieee")
         if kv_scales is not None:
-            scale_pointers = kv_scales + blocks.to(tl.int64) * scale_block_stride + tokens % B
-            if MASKED:
-                key_scales = tl.load(scale_pointers, mask=live, other=0.0)
-                value_scales = tl.load(scale_pointers + G * B, mask=live, other=0.0)
-            else:
-                key_scales = tl.load(scale_pointers)
-                value_scales = tl.load(scale_pointers + G * B)
-            scores *= key_scales[None, :]
+            scale_pointers = kv_scales + blocks * scale_block_stride + tokens % B
+            scores *= load_tile(scale_pointers, live, MASKED)[None, :]
         if SOFT_CAPPED:
             # tanh(x) is 1 − 2 / (e²ˣ + 1), which holds for an infinite e²ˣ too.
             scores = 1.0 - 2.0 / (tl.exp2(scores * inner_scale) + 1.0)
@@ -181,15 +172,56 @@ def fold_keys(
         row_sum = row_sum * shrink + tl.sum(weights, axis=1)
         row_max = new_max
         if kv_scales is not None:
-            weights *= value_scales[None, :]
-        if D != D_TILE and MASKED:
+            weights *= load_tile(scale_pointers + G * B, live, MASKED)[None, :]
+        value_pointers = kv + G * B * D + rows[:, None] + dims[None, :]
+        if MASKED:
             values = tl.load(value_pointers, mask=live[:, None] & (dims < D)[None, :], other=0)
-        elif MASKED:
-            values = tl.load(value_pointers, mask=live[:, None], other=0)
-        elif D != D_TILE:
-            values = tl.load(value_pointers, mask=(dims < D)[None, :], other=0)
         else:
-            values = tl.load(value_pointers)
+            values = load_tile(value_pointers, (dims < D)[None, :], D != D_TILE)
         acc = acc * shrink[:, None]
         acc = tl.dot(weights.to(q.dtype), unpack(values, q.dtype), acc, input_precision="ieee")
     return acc, row_max, row_sum
+
+
+@triton.jit
+def load_blocks(
+    table,
+    tile_start,
+    stop,
+    first_seen,
+    B: tl.constexpr,
+    TILE: tl.constexpr,
+    WINDOWED: tl.constexpr,
+):
+    """Ids of the blocks that a tile of tokens touches, each a number of its own; 0 if not seen."""
+    NUM_BLOCKS: tl.constexpr = (TILE + B - 1) // B + (TILE % B != 0 and B % TILE != 0)
+    blocks = ()
+    for index in tl.static_range(NUM_BLOCKS):
+        block = tile_start // B + index
+        live = block * B < stop
+        if WINDOWED:
+            live = live & ((block + 1) * B > first_seen)
+        block_id = tl.load(table + block, mask=live, other=0)
+        blocks = blocks + (block_id,)  # type: ignore[assignment]  # noqa: RUF005 - all Triton knows
+    return blocks
+
+
+@triton.jit
+def block_of_each(blocks, tile_start, B: tl.constexpr, TILE: tl.constexpr):
+    """The block of each token of a tile, of those that ``load_blocks`` has loaded: int64 [TILE]."""
+    NUM_BLOCKS: tl.constexpr = (TILE + B - 1) // B + (TILE % B != 0 and B % TILE != 0)
+    offsets = tl.arange(0, TILE)
+    if TILE % B != 0:
+        offsets += tile_start % B
+    each = tl.full((TILE,), 0, dtype=tl.int32) + blocks[0]
+    for index in tl.static_range(1, NUM_BLOCKS):
+        each = tl.where(offsets >= index * B, blocks[index], each)
+    return each.to(tl.int64)
+
+
+@triton.jit
+def load_tile(pointers, inside, CHECKED: tl.constexpr):
+    """What lies there; zeros outside, where there is an outside at all."""
+    if CHECKED:
+        return tl.load(pointers, mask=inside, other=0)
+    return tl.load(pointers)

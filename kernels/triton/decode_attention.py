@@ -15,8 +15,9 @@ import torch
 import triton
 import triton.language as tl
 
-from isthmus.kernels.triton.attention_call import AttentionCall
+from isthmus.kernels.triton.attention_call import ALIGNED, AttentionCall, CallForm, d_tile_of
 from isthmus.kernels.triton.attention_tile import attend, key_ranges
+from isthmus.kernels.triton.compilation import SM_90, TARGETS, CompileCase
 
 # More splits than this never pay: a merge reads one partial result of each.
 MAX_SPLITS = 128
@@ -41,17 +42,21 @@ class DecodePlan:
 
 
 def plan_decode(call: AttentionCall) -> DecodePlan:
-    """Sixteen query rows and few registers leave room for deep queues of loads in flight."""
-    tile_tokens = 64 if call.d_tile <= 128 else 32
-    return DecodePlan(
-        num_splits=num_splits(
-            call.num_sequences, call.num_kv_heads, call.max_seq_len, call.num_sms
-        ),
-        min_split_tokens=MIN_SPLIT_TOKENS,
-        tile_tokens=tile_tokens,
-        num_warps=4,
-        num_stages=3,
-    )
+    splits = num_splits(call.num_sequences, call.num_kv_heads, call.max_seq_len, call.num_sms)
+    return _plan_of(splits, call.d_tile, call.kv.element_size())
+
+
+def _plan_of(splits: int, d_tile: int, element_bytes: int) -> DecodePlan:
+    """By Little's law a multiprocessor needs some 40 KiB on their way to it (36 bytes a nanosecond
+    on an H200, about a microsecond under load). Each program has stages − 1 tiles of keys and
+    values on their way: 64 KiB, so that three programs fit, or 48 KiB of elements of one byte.
+    To unpack those takes registers and time, hence twice the warps.
+    """
+    if element_bytes == 1:
+        tile_tokens = max(32, min(64, 8192 // d_tile))
+        return DecodePlan(splits, MIN_SPLIT_TOKENS, tile_tokens, num_warps=8, num_stages=4)
+    tile_tokens = max(16, min(128, 16384 // (d_tile * element_bytes)))
+    return DecodePlan(splits, MIN_SPLIT_TOKENS, tile_tokens, num_warps=4, num_stages=3)
 
 
 def num_splits(num_sequences: int, num_kv_heads: int, max_seq_len: int, num_sms: int) -> int:
@@ -62,7 +67,7 @@ def num_splits(num_sequences: int, num_kv_heads: int, max_seq_len: int, num_sms:
     """
     wanted = triton.cdiv(PROGRAMS_PER_SM * num_sms, max(1, num_sequences * num_kv_heads))
     useful = max(1, max_seq_len // MIN_SPLIT_TOKENS)
-    return min(triton.next_power_of_2(min(wanted, useful)), MAX_SPLITS)
+    return min(int(triton.next_power_of_2(min(wanted, useful))), MAX_SPLITS)
 
 
 @triton.jit
@@ -239,3 +244,56 @@ def decode_attention(call: AttentionCall, plan: DecodePlan | None = None) -> Non
             AT_ONCE=min(splits, _MERGED_AT_ONCE),
             num_warps=4,
         )
+
+
+def _decode_case(form: CallForm, splits: int, targets: tuple[int, ...]) -> CompileCase:
+    plan = _plan_of(splits, d_tile_of(form.head_dim), form.kv_bytes)
+    partial = ("partial_out", "partial_weight")
+    return CompileCase(
+        label=f"decode-{form.label}-{splits}",
+        kernel=_decode_kernel,
+        types=form.types() | (dict.fromkeys(partial, "*fp32") if splits > 1 else {}),
+        constants={
+            **form.constants(),
+            **({} if splits > 1 else dict.fromkeys(partial)),
+            "M": 16,
+            "TILE": plan.tile_tokens,
+            "SPLITS": splits,
+            "MIN_SPLIT": plan.min_split_tokens,
+        },
+        aligned=ALIGNED,
+        num_warps=plan.num_warps,
+        num_stages=plan.num_stages,
+        targets=targets,
+    )
+
+
+def _merge_case(head_dim: int, splits: int) -> CompileCase:
+    return CompileCase(
+        label=f"merge-{head_dim}-{splits}",
+        kernel=_merge_kernel,
+        types={
+            **dict.fromkeys(("partial_out", "partial_weight"), "*fp32"),
+            "query_start": "*i32",
+            "out": "*bf16",
+            "num_sequences": "i32",
+        },
+        constants={
+            "D": head_dim,
+            "D_TILE": d_tile_of(head_dim),
+            "SPLITS": splits,
+            "AT_ONCE": min(splits, _MERGED_AT_ONCE),
+        },
+        num_warps=4,
+    )
+
+
+COMPILE_CASES = (
+    _decode_case(CallForm(128), 8, TARGETS),
+    _decode_case(CallForm(64, group_size=3), 1, (SM_90,)),
+    _decode_case(CallForm(80, group_size=1, is_windowed=True, has_soft_cap=True), 8, (SM_90,)),
+    _decode_case(CallForm(256), 8, (SM_90,)),
+    _decode_case(CallForm(128, "i8"), 8, (SM_90,)),
+    _decode_case(CallForm(128, "u8"), 8, TARGETS),
+    _merge_case(128, 128),
+)

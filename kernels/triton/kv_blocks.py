@@ -13,6 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
+from isthmus.kernels.triton.compilation import CompileCase
+
 # 16 KiB: four vectors of 16 bytes for each thread of eight warps.
 _TILE_WORDS = 4096
 
@@ -55,9 +57,7 @@ def gather_blocks(
     kv: torch.Tensor, block_ids: torch.Tensor, first_head: int, num_heads: int
 ) -> torch.Tensor:
     wanted = kv.narrow(3, first_head, num_heads)
-    staged = torch.empty(
-        (len(block_ids), *wanted.shape[1:]), dtype=kv.dtype, device=kv.device
-    )
+    staged = torch.empty((len(block_ids), *wanted.shape[1:]), dtype=kv.dtype, device=kv.device)
     _move(wanted, staged, block_ids, None)
     return staged
 
@@ -111,3 +111,29 @@ def _move(
 def _as_words(blocks: torch.Tensor) -> torch.Tensor:
     whole = blocks.shape[-1] * blocks.element_size() % 4 == 0
     return blocks.view(torch.int32 if whole else torch.uint8)
+
+
+def _case(label: str, with_ids: tuple[str, ...]) -> CompileCase:
+    ids = ("source_ids", "target_ids")
+    strides = tuple(
+        f"{side}_{unit}_stride" for side in ("source", "target") for unit in ("block", "plane")
+    )
+    return CompileCase(
+        label=label,
+        kernel=_move_kernel,
+        types={
+            **dict.fromkeys(("source", "target"), "*i32"),
+            **dict.fromkeys(with_ids, "*i64"),
+            **dict.fromkeys((*strides, "num_planes", "run_words"), "i32"),
+        },
+        constants={**dict.fromkeys(set(ids) - set(with_ids)), "TILE": _TILE_WORDS},
+        aligned=frozenset((*strides, "run_words")),
+        num_warps=8,
+    )
+
+
+COMPILE_CASES = (
+    _case("copy", ("source_ids", "target_ids")),
+    _case("gather", ("source_ids",)),
+    _case("scatter", ("target_ids",)),
+)

@@ -1,4 +1,4 @@
-"""Attention over paged KV: chooses between the kernel that splits keys and the one that tiles queries."""
+"""Attention over paged KV: chooses the kernel that splits keys or the one that tiles queries."""
 
 from __future__ import annotations
 

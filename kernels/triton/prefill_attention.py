@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
-from isthmus.kernels.triton.attention_call import AttentionCall
+from isthmus.kernels.triton.attention_call import ALIGNED, AttentionCall, CallForm, d_tile_of
 from isthmus.kernels.triton.attention_tile import attend, key_ranges
+from isthmus.kernels.triton.compilation import SM_90, TARGETS, CompileCase
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,18 +29,25 @@ class PrefillPlan:
 
 
 def plan_prefill(call: AttentionCall) -> PrefillPlan:
-    """Tiles by head size: sums and scores of a row must fit the registers of its threads."""
-    rows = max(128, triton.next_power_of_2(call.group_size))
-    if call.d_tile <= 128:
-        return PrefillPlan(rows, tile_tokens=64, num_warps=8, num_stages=3)
-    return PrefillPlan(rows, tile_tokens=32, num_warps=8, num_stages=2)
+    return _plan_of(call.d_tile, call.group_size)
+
+
+def _plan_of(d_tile: int, group_size: int) -> PrefillPlan:
+    """128 rows, so that what is read from the L2 cache stays below a third of what it gives.
+
+    A row's sums and scores are spread over the registers of its warps: eight warps hold 128 rows of
+    128 + 64 numbers in 96 registers a thread. Wider heads get fewer rows and shorter tiles.
+    """
+    if d_tile <= 128:
+        return PrefillPlan(max(128, triton.next_power_of_2(group_size)), 64, 8, num_stages=3)
+    return PrefillPlan(max(64, triton.next_power_of_2(group_size)), 32, 8, num_stages=2)
 
 
 @triton.jit
 def _find_sequence(query_start, num_sequences, tile, QUERIES: tl.constexpr):
-    """The sequence that ``tile`` belongs to, when sequence s starts at query_start[s] // QUERIES + s.
+    """The sequence of a tile, when tiles of sequence s start at query_start[s] // QUERIES + s.
 
-    Between these starts there is always room for all tiles of a sequence.
+    Between two of these starts there is room for all tiles of a sequence, whatever its length.
     """
     low, high = 0, num_sequences
     while high - low > 1:
@@ -153,3 +161,26 @@ def prefill_attention(call: AttentionCall, plan: PrefillPlan | None = None) -> N
         num_warps=plan.num_warps,
         num_stages=plan.num_stages,
     )
+
+
+def _prefill_case(form: CallForm, targets: tuple[int, ...]) -> CompileCase:
+    plan = _plan_of(d_tile_of(form.head_dim), form.group_size)
+    return CompileCase(
+        label=f"prefill-{form.label}",
+        kernel=_prefill_kernel,
+        types=form.types() | {"num_sequences": "i32"},
+        constants={**form.constants(), "M": plan.rows, "TILE": plan.tile_tokens},
+        aligned=ALIGNED,
+        num_warps=plan.num_warps,
+        num_stages=plan.num_stages,
+        targets=targets,
+    )
+
+
+COMPILE_CASES = (
+    _prefill_case(CallForm(128), TARGETS),
+    _prefill_case(CallForm(64, group_size=3), (SM_90,)),
+    _prefill_case(CallForm(80, group_size=1, is_windowed=True, has_soft_cap=True), (SM_90,)),
+    _prefill_case(CallForm(256), (SM_90,)),
+    _prefill_case(CallForm(128, "i8"), (SM_90,)),
+)

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from isthmus.kernels.reference.quant import LARGEST
+from isthmus.kernels.triton.compilation import CompileCase, JitKernel
 
 _TILE_ELEMENTS = 4096  # 32 a thread: four vectors of 16 bytes and more in flight
 
@@ -45,7 +46,7 @@ def round_to_even(x):
 
 @triton.jit
 def pack_e4m3(x):
-    """float32 → bits of float8_e4m3fn, to nearest even; the largest finite value beyond the range."""
+    """float32 → bits of float8_e4m3fn, to nearest even; beyond the range its largest number."""
     bits = x.to(tl.uint32, bitcast=True)
     magnitude = tl.minimum(tl.abs(x), _E4M3_LARGEST)
     # Normal numbers: keep three of the 23 fraction bits; rounding up may carry into the exponent,
@@ -138,3 +139,25 @@ def _launch(
     kernel[(triton.cdiv(num_rows, rows),)](
         first, second, third, num_rows, D=head_dim, D_TILE=d_tile, ROWS=rows, num_warps=4
     )
+
+
+def _case(kernel: JitKernel, byte_type: str) -> CompileCase:
+    wide = "x" if kernel is _quantise_kernel else "out"
+    return CompileCase(
+        label=f"{kernel.__name__.strip('_')}-{byte_type}",
+        kernel=kernel,
+        types={
+            wide: "*bf16",
+            "quantised": f"*{byte_type}",
+            "scales": "*fp32",
+            "num_rows": "i32",
+        },
+        constants={"D": 128, "D_TILE": 128, "ROWS": _TILE_ELEMENTS // 128},
+    )
+
+
+COMPILE_CASES = tuple(
+    _case(kernel, byte_type)
+    for kernel in (_quantise_kernel, _dequantise_kernel)
+    for byte_type in ("i8", "u8")
+)
