@@ -21,6 +21,7 @@ import torch
 
 from isthmus.common.config import EngineConfig
 from isthmus.common.errors import InstanceLostError, InternalError
+from isthmus.engine.device import Device, device_of
 from isthmus.engine.kv_store import layout_of
 from isthmus.engine.models.types import ForwardBatch, LanguageModel, ModelSpec
 from isthmus.engine.tp_group import TpGroup
@@ -83,7 +84,7 @@ class LeaderModel:
         self.spec: ModelSpec = model.spec
         self._model = model
         self._tell = tell
-        self._device = device
+        self._device = device_of(device)
         self._number = 0
 
     def forward(self, batch: ForwardBatch, kv: torch.Tensor) -> torch.Tensor:
@@ -91,7 +92,8 @@ class LeaderModel:
         self._number += 1
         try:
             self._tell(encode_step(self._number, batch))
-            return self._model.forward(on_device(batch, self._device), kv).cpu()
+            with self._device.active():
+                return self._model.forward(on_device(batch, self._device), kv).cpu()
         except InstanceLostError:
             raise
         except Exception as error:
@@ -105,7 +107,7 @@ class Follower:
         self.weight_bytes = model.spec.weight_bytes
         self._model = model
         self._kv = kv
-        self._device = device
+        self._device = device_of(device)
         self._number = 0
 
     def run(self, payload: bytes) -> None:
@@ -115,14 +117,15 @@ class Follower:
             message = f"step {number} came after step {self._number}"
             raise InternalError(message, stage="step")
         self._number = number
-        self._model.forward(on_device(batch, self._device), self._kv)
+        with self._device.active():
+            self._model.forward(on_device(batch, self._device), self._kv)
 
 
-def on_device(batch: ForwardBatch, device: str) -> ForwardBatch:
-    if device == "cpu":
+def on_device(batch: ForwardBatch, device: Device) -> ForwardBatch:
+    if device.torch_device.type == "cpu":
         return batch
     values = (getattr(batch, field.name) for field in fields(ForwardBatch))
-    moved = (v.to(device) if isinstance(v, torch.Tensor) else v for v in values)
+    moved = (v.to(device.torch_device) if isinstance(v, torch.Tensor) else v for v in values)
     return _batch(moved)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import gguf
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -192,6 +193,20 @@ def test_columns_of_a_long_tensor_are_read_in_pieces(
 def test_a_rank_that_does_not_come_ends_the_others_wait() -> None:
     with tp_groups(2, timeout_s=0.5) as groups, pytest.raises(InstanceLostError, match="lost"):
         groups[0].join(torch.ones(1, 2), [2, 2])
+
+
+def test_ranks_listen_on_their_own_host_alone() -> None:
+    """Collectives trust whoever reaches them."""
+
+    def listeners() -> set[tuple[str, int]]:
+        found = psutil.Process().net_connections("tcp")
+        return {tuple(c.laddr) for c in found if c.status == psutil.CONN_LISTEN}
+
+    before = listeners()
+    with tp_groups(2):
+        ours = listeners() - before
+        assert ours
+        assert {host for host, _ in ours} == {"127.0.0.1"}
 
 
 def test_ranks_give_each_other_what_they_have(pair: list[TorchGroup]) -> None:
