@@ -16,6 +16,8 @@ from isthmus.kvtransfer.interface import CopyOp
 
 Rows = npt.NDArray[np.int64]
 
+_FIRST = np.array([True])
+
 
 class Copies(Sequence[CopyOp]):
     """Immutable. ``rows`` is [n, 3]: source offset, target offset, bytes."""
@@ -57,9 +59,11 @@ def joined(source: Rows, target: Rows, num_bytes: Rows) -> Copies:
     """Copies of these columns in their order; neighbours on both sides become one."""
     if not len(source):
         return Copies(np.empty((0, 3), dtype=np.int64))
-    follows = (source[1:] == source[:-1] + num_bytes[:-1]) & (
-        target[1:] == target[:-1] + num_bytes[:-1]
-    )
-    firsts = np.flatnonzero(np.concatenate(([True], ~follows)))
-    lengths = np.add.reduceat(num_bytes, firsts)
-    return Copies(np.stack((source[firsts], target[firsts], lengths), axis=1))
+    follows = source[1:] == source[:-1] + num_bytes[:-1]
+    follows &= target[1:] == target[:-1] + num_bytes[:-1]
+    firsts = np.flatnonzero(np.concatenate((_FIRST, ~follows)))
+    rows = np.empty((len(firsts), 3), dtype=np.int64)
+    rows[:, 0] = source[firsts]
+    rows[:, 1] = target[firsts]
+    np.add.reduceat(num_bytes, firsts, out=rows[:, 2])
+    return Copies(rows)

@@ -110,8 +110,10 @@ def plan_copies(
         return joined(*np.empty((3, 0), dtype=np.int64))
     size = target.layout.block_size
     is_alike = source.layout.block_size == size and tokens.start % size == 0
-    starts, lengths = _whole_blocks(tokens, size) if is_alike else _pieces(source, target, tokens)
     grain = _grain(source.layout, target.layout, heads, is_alike, needed_from is not None)
+    if grain is _Grain.BLOCK:
+        return _whole_blocks(source, target, blocks_of(tokens, size))
+    starts, lengths = _block_starts(tokens, size) if is_alike else _pieces(source, target, tokens)
     columns = [_offsets(side, starts, heads, grain) for side in (source, target)]  # [P, L, K]
     columns.append(np.broadcast_to(_sizes(target, lengths, heads, grain), columns[0].shape))
     if needed_from is not None:
@@ -152,7 +154,21 @@ def _check_holds(side: Side, tokens: range) -> None:
         )
 
 
-def _whole_blocks(tokens: range, size: int) -> tuple[Tokens, Tokens]:
+def _whole_blocks(source: Side, target: Side, blocks: range) -> Copies:
+    """Both sides' blocks are alike: pieces and parts need not be looked at."""
+    num_bytes = source.layout.block_bytes
+    sizes = np.full(len(blocks), num_bytes, dtype=np.int64)
+    source_ids, target_ids = _ids_of(source, blocks), _ids_of(target, blocks)
+    return joined(source_ids * num_bytes, target_ids * num_bytes, sizes)
+
+
+def _ids_of(side: Side, blocks: range) -> Rows:
+    """``blocks`` are indices in the sequence."""
+    first = side.first_token // side.layout.block_size
+    return np.array(side.block_ids[blocks.start - first : blocks.stop - first], dtype=np.int64)
+
+
+def _block_starts(tokens: range, size: int) -> tuple[Tokens, Tokens]:
     starts = np.arange(tokens.start, tokens.stop, size, dtype=np.int64)
     return starts, np.full_like(starts, size)
 
@@ -178,8 +194,8 @@ def _grain(
 
 
 def _offsets(side: Side, starts: Tokens, heads: range, grain: _Grain) -> Rows:
-    """[P, L, K]: where each copy of each piece begins in the side's store; L and K are 1 where one
-    copy takes all layers, or all of a layer."""
+    """[P, L, K]: where each copy of each piece begins in the side's store; K is 1 where one copy
+    takes all of a layer."""
     layout, size = side.layout, side.layout.block_size
     blocks = np.asarray(side.block_ids, dtype=np.int64)[(starts - side.first_token) // size]
     pieces = blocks * layout.block_bytes + starts % size * layout.vector_bytes
@@ -187,9 +203,7 @@ def _offsets(side: Side, starts: Tokens, heads: range, grain: _Grain) -> Rows:
 
 
 def _parts(layout: KvLayout, heads: range, grain: _Grain) -> Rows:
-    """[L, K]: offsets within a block."""
-    if grain is _Grain.BLOCK:
-        return np.zeros((1, 1), dtype=np.int64)
+    """[L, K]: offsets within a block, for grains below BLOCK."""
     layers = np.arange(layout.num_layers, dtype=np.int64)[:, None] * layout.layer_bytes
     if grain is _Grain.LAYER:
         return layers
@@ -204,9 +218,6 @@ def _sizes(target: Side, lengths: Tokens, heads: range, grain: _Grain) -> Rows:
     layout = target.layout
     if grain is _Grain.HEAD:
         return (lengths * layout.vector_bytes)[:, None, None]
-    whole = {
-        _Grain.BLOCK: layout.block_bytes,
-        _Grain.LAYER: layout.layer_bytes,
-        _Grain.PLANE: len(heads) * layout.block_size * layout.vector_bytes,
-    }
-    return np.full((len(lengths), 1, 1), whole[grain], dtype=np.int64)
+    plane = len(heads) * layout.block_size * layout.vector_bytes
+    whole = layout.layer_bytes if grain is _Grain.LAYER else plane
+    return np.full((len(lengths), 1, 1), whole, dtype=np.int64)
