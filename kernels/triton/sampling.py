@@ -1,15 +1,16 @@
 """Adjusting logits, and drawing one token of each row without sorting it.
 
-``draw_tokens`` gives each row to one program, which goes over it some tens of times (a row stays in
-the cache). What top_k and top_p keep is found by bisecting over the *bits* of a weight, since
-numbers that are not negative order as their bits do::
+``draw_tokens`` gives each row to one program. What top_k and top_p keep is found by bisecting over
+the *bits* of a weight, since numbers that are not negative order as their bits do::
 
     bits   0 ────────── lo ────────── hi ────────── of 1.0, the largest
            too few out  │  one number  │  all kept
                         └ equal weights: the first ``ties`` by id are kept
 
-Sums of weights are integers, in units of 2⁻⁴⁴ of the largest weight, so they are exact in any order
-and a row's token depends on that row alone. A token of less weight than that is never drawn.
+The ten or twenty looks that this takes are at the likely tokens alone, gathered once, unless
+what is kept reaches beyond them. Sums of weights are integers, in units of 2⁻⁴⁴ of the largest, so
+they are exact in any order and a row's token depends on that row alone. A token of less weight than
+that is never drawn.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ _MOST_TOKENS = 2**19  # so many largest weights still fit into an int64 sum
 
 _UNITS = tl.constexpr(2.0**44)
 _ONE_BITS = tl.constexpr(0x3F800000)  # of 1.0 as float32
+_LIKELY_BITS = tl.constexpr(0x38800000)  # of 2⁻¹⁴: few tokens weigh more, and little weighs less
 _LEAST_TEMPERATURE = tl.constexpr(reference.LEAST_TEMPERATURE)
 _MOST_TEMPERATURE = tl.constexpr(reference.MOST_TEMPERATURE)
 
@@ -106,13 +108,13 @@ def weigh(logits, weights, vocab_size, peak, temperature, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def measure(weights, vocab_size, least, BLOCK: tl.constexpr):
-    """How many tokens have at least the weight ``least``, and the sum of theirs; both int64."""
+def measure(weights, num_weights, least, BLOCK: tl.constexpr):
+    """How many weights are at least ``least``, and their sum; both int64."""
     counts = tl.zeros([BLOCK], tl.int64)
     sums = tl.zeros([BLOCK], tl.int64)
-    for start in range(0, vocab_size, BLOCK):
-        ids = start + tl.arange(0, BLOCK)
-        block_weights = tl.load(weights + ids, mask=ids < vocab_size, other=-1.0)
+    for start in range(0, num_weights, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        block_weights = tl.load(weights + at, mask=at < num_weights, other=-1.0)
         is_counted = block_weights >= least
         counts += is_counted.to(tl.int64)
         sums += tl.where(is_counted, (block_weights * _UNITS).to(tl.int64), 0)
@@ -120,15 +122,34 @@ def measure(weights, vocab_size, least, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def bisect_top_k(weights, vocab_size, top_k, BLOCK: tl.constexpr):
-    """(hi, lo, ties): kept are the weights of bits ≥ hi, and the first ties of those ≥ lo."""
-    lo = tl.zeros([], tl.int32)
+def gather_likely(weights, likely, vocab_size, BLOCK: tl.constexpr):
+    """Writes the likely tokens' weights, side by side; returns their number and their sum."""
+    num_likely = tl.zeros([], tl.int32)
+    sums = tl.zeros([BLOCK], tl.int64)
+    for start in range(0, vocab_size, BLOCK):
+        ids = start + tl.arange(0, BLOCK)
+        block_weights = tl.load(weights + ids, mask=ids < vocab_size, other=-1.0)
+        is_likely = block_weights.to(tl.int32, bitcast=True) >= _LIKELY_BITS
+        places = num_likely + tl.cumsum(is_likely.to(tl.int32), axis=0) - 1
+        tl.store(likely + places, block_weights, mask=is_likely)
+        sums += tl.where(is_likely, (block_weights * _UNITS).to(tl.int64), 0)
+        num_likely += tl.sum(is_likely.to(tl.int32), axis=0)
+    tl.debug_barrier()
+    return num_likely, tl.sum(sums, axis=0)
+
+
+@triton.jit
+def bisect_top_k(weights, num_weights, lo, top_k, BLOCK: tl.constexpr):
+    """(hi, lo, ties): kept are the weights of bits ≥ hi, and the first ties of those ≥ lo.
+
+    There are num_weights ≥ top_k to choose from, none below the bits lo.
+    """
     hi = tl.zeros([], tl.int32) + (_ONE_BITS + 1)
-    count_lo = tl.zeros([], tl.int64) + vocab_size
+    count_lo = tl.zeros([], tl.int64) + num_weights
     count_hi = tl.zeros([], tl.int64)
     while (hi - lo > 1) & (count_lo != top_k):  # count_lo ≥ top_k > count_hi
         middle = lo + (hi - lo) // 2
-        count, _ = measure(weights, vocab_size, middle.to(tl.float32, bitcast=True), BLOCK)
+        count, _ = measure(weights, num_weights, middle.to(tl.float32, bitcast=True), BLOCK)
         is_enough = count >= top_k
         lo = tl.where(is_enough, middle, lo)
         count_lo = tl.where(is_enough, count, count_lo)
@@ -138,7 +159,7 @@ def bisect_top_k(weights, vocab_size, top_k, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def bisect_top_p(weights, vocab_size, needed, lo, count_lo, sum_lo, BLOCK: tl.constexpr):
+def bisect_top_p(weights, num_weights, needed, lo, count_lo, sum_lo, BLOCK: tl.constexpr):
     """As above for the fewest likeliest whose sum reaches ``needed`` units, at least one.
 
     From lo on there are count_lo tokens to choose from, which weigh sum_lo ≥ needed.
@@ -148,7 +169,7 @@ def bisect_top_p(weights, vocab_size, needed, lo, count_lo, sum_lo, BLOCK: tl.co
     sum_hi = tl.zeros([], tl.int64)
     while (hi - lo > 1) & (count_lo - count_hi > 1):  # sum_lo ≥ needed > sum_hi
         middle = lo + (hi - lo) // 2
-        count, mass = measure(weights, vocab_size, middle.to(tl.float32, bitcast=True), BLOCK)
+        count, mass = measure(weights, num_weights, middle.to(tl.float32, bitcast=True), BLOCK)
         is_enough = mass >= needed
         lo = tl.where(is_enough, middle, lo)
         count_lo = tl.where(is_enough, count, count_lo)
@@ -158,6 +179,46 @@ def bisect_top_p(weights, vocab_size, needed, lo, count_lo, sum_lo, BLOCK: tl.co
         sum_hi = tl.where(is_enough, sum_hi, mass)
     each = (sum_lo - sum_hi) // (count_lo - count_hi)
     return hi, lo, (needed - sum_hi + each - 1) // each
+
+
+@triton.jit
+def filter_row(weights, vocab_size, total, top_k, top_p, BLOCK: tl.constexpr):
+    """(hi, lo, ties), as above, of what top_k and then top_p keep of weights that sum to total."""
+    hi = tl.zeros([], tl.int32)
+    lo = tl.zeros([], tl.int32)
+    ties = tl.zeros([], tl.int64)
+    has_top_k = (top_k > 0) & (top_k < vocab_size)
+    if has_top_k | (top_p < 1.0):
+        likely = weights + vocab_size
+        num_likely, sum_likely = gather_likely(weights, likely, vocab_size, BLOCK)
+        # Where to look, and what is kept so far: count and sum of the weights from lo on.
+        source = weights
+        size = tl.zeros([], tl.int32) + vocab_size
+        count = tl.zeros([], tl.int64) + vocab_size
+        kept = total
+        if has_top_k:
+            if num_likely >= top_k:
+                source = likely
+                size = num_likely
+                lo += _LIKELY_BITS
+            hi, lo, ties = bisect_top_k(source, size, lo, top_k.to(tl.int64), BLOCK)
+            count = top_k.to(tl.int64)
+            _, above = measure(source, size, hi.to(tl.float32, bitcast=True), BLOCK)
+            _, all_from = measure(source, size, lo.to(tl.float32, bitcast=True), BLOCK)
+            # Either the ties are equal, or all of them are kept.
+            one = (lo.to(tl.float32, bitcast=True) * _UNITS).to(tl.int64)
+            kept = tl.where(hi - lo > 1, all_from, above + ties * one)
+        if top_p < 1.0:
+            needed = tl.ceil(top_p * kept.to(tl.float64)).to(tl.int64)
+            needed = tl.minimum(tl.maximum(needed, 1), kept)
+            if (lo < _LIKELY_BITS) & (sum_likely >= needed):  # then no other token is needed
+                source = likely
+                size = num_likely
+                lo = tl.zeros([], tl.int32) + _LIKELY_BITS
+                count = num_likely.to(tl.int64)
+                kept = sum_likely
+            hi, lo, ties = bisect_top_p(source, size, needed, lo, count, kept, BLOCK)
+    return hi, lo, ties
 
 
 @triton.jit
@@ -202,7 +263,7 @@ def pick(weights, vocab_size, hi, lo, ties, min_p, uniform, BLOCK: tl.constexpr)
 def _draw_kernel(
     token_ids,  # [K] int64
     is_usable,  # [K] bytes
-    weights,  # [K, V] float32, to work in
+    weights,  # [K, 2, V] float32, to work in
     logits,  # [K, V] float32
     temperature,  # [K] float32
     top_k,  # [K] int32
@@ -214,31 +275,16 @@ def _draw_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     logits += row * vocab_size
-    weights += row * vocab_size
+    weights += row * 2 * vocab_size
     peak, token_id, has_no_nan = find_peak(logits, vocab_size, BLOCK)
     usable = has_no_nan & (peak > float("-inf")) & (peak < float("inf"))
     heat = tl.load(temperature + row)
     if usable & (heat != 0.0):
         heat = tl.minimum(tl.maximum(heat, _LEAST_TEMPERATURE), _MOST_TEMPERATURE)
         total = weigh(logits, weights, vocab_size, peak, heat, BLOCK)
-        count = tl.zeros([], tl.int64) + vocab_size
-        hi = tl.zeros([], tl.int32)
-        lo = tl.zeros([], tl.int32)
-        ties = tl.zeros([], tl.int64)
-        limit = tl.load(top_k + row).to(tl.int64)
-        if (limit > 0) & (limit < count):
-            hi, lo, ties = bisect_top_k(weights, vocab_size, limit, BLOCK)
-            _, above = measure(weights, vocab_size, hi.to(tl.float32, bitcast=True), BLOCK)
-            _, all_from = measure(weights, vocab_size, lo.to(tl.float32, bitcast=True), BLOCK)
-            # Either the ties are equal, or all of them are kept.
-            one = (lo.to(tl.float32, bitcast=True) * _UNITS).to(tl.int64)
-            total = tl.where(hi - lo > 1, all_from, above + ties * one)
-            count = limit
-        share = tl.load(top_p + row)
-        if share < 1.0:
-            needed = tl.ceil(share * total.to(tl.float64)).to(tl.int64)
-            needed = tl.minimum(tl.maximum(needed, 1), total)
-            hi, lo, ties = bisect_top_p(weights, vocab_size, needed, lo, count, total, BLOCK)
+        hi, lo, ties = filter_row(
+            weights, vocab_size, total, tl.load(top_k + row), tl.load(top_p + row), BLOCK
+        )
         token_id = pick(
             weights, vocab_size, hi, lo, ties, tl.load(min_p + row), tl.load(uniforms + row), BLOCK
         )
@@ -327,7 +373,7 @@ def draw_tokens(logits: torch.Tensor, rows: SamplingRows) -> tuple[torch.Tensor,
     token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     is_usable = torch.empty(num_rows, dtype=torch.bool, device=logits.device)
     _draw_kernel[(num_rows,)](
-        *(token_ids, is_usable.view(torch.int8), torch.empty_like(logits), logits),
+        *(token_ids, is_usable.view(torch.int8), logits.new_empty(num_rows, 2, vocab_size), logits),
         *(rows.temperature, rows.top_k, rows.top_p, rows.min_p, rows.uniforms, vocab_size),
         BLOCK=_block_size(vocab_size),
         num_warps=_NUM_WARPS,

@@ -54,6 +54,17 @@ def test_equals_across_blocks_are_kept_in_order_of_ids() -> None:
         assert sampling.draw_tokens(logits, case.rows())[0].item() == expected
 
 
+@pytest.mark.parametrize("top_k", [0, 4000])
+def test_what_is_kept_may_reach_beyond_the_likely_tokens(top_k: int) -> None:
+    # One token of weight 1 and 4999 of 0.00005, which is a fifth of all.
+    logits = torch.full((1, 5000), -10.0)
+    logits[0, 2500] = 0.0
+    params = SamplingParams(top_k=top_k, top_p=0.95)
+    for draw in (0.1, 0.5, 0.9999):
+        case = SamplingCase(logits.numpy(), [params], [draw])
+        assert sampling.draw_tokens(logits, case.rows())[0].item() in case.right_tokens(0)
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_row_without_a_usable_number_says_so_and_spares_the_others(temperature: float) -> None:
     bad = [[torch.nan, 1.0], [-torch.inf, -torch.inf], [torch.inf, 1.0], [0.0, 1.0]]
