@@ -24,7 +24,7 @@ CHUNK = 24  # the token budget of a step: no multiple of a block
 LENGTHS = (1, 17, 63, 64, 130)
 
 
-def config_of(block_size: int, connector: str = "local") -> ClusterConfig:
+def config_of(block_size: int, connector: str = "local", script: str = "") -> ClusterConfig:
     pool = {
         "engine": {
             "block_size": block_size,
@@ -34,7 +34,7 @@ def config_of(block_size: int, connector: str = "local") -> ClusterConfig:
             "watermark": 0.0,
         }
     }
-    transfer = {"connector": connector, "quarantine_ms": 200}
+    transfer = {"connector": connector, "quarantine_ms": 200, "fault_script": script}
     return local_config(prefill=pool, decode=pool, transfer=transfer)
 
 
@@ -64,8 +64,10 @@ class Workers:
         await wait_idle(*self.prefill.values(), *self.decode.values())
 
 
-async def start(cluster: LocalCluster, role: Role, size: int, connector: str) -> InstanceInfo:
-    worker = await cluster.start(role, f"{role.value}-{size}", config_of(size, connector))
+async def start(
+    cluster: LocalCluster, role: Role, size: int, connector: str, script: str = ""
+) -> InstanceInfo:
+    worker = await cluster.start(role, f"{role.value}-{size}", config_of(size, connector, script))
     assert worker.info is not None
     return worker.info
 
@@ -123,9 +125,16 @@ async def test_a_warm_prefix_is_counted_in_blocks_of_the_target(
 @pytest.mark.nixl
 async def test_a_pair_over_nixl_equals_one_worker() -> None:
     async with LocalCluster() as cluster:
-        prefill = await start(cluster, Role.PREFILL, 16, "nixl")
-        decode = await start(cluster, Role.DECODE, 32, "nixl")
+        prefill = await start(cluster, Role.PREFILL, 16, "fake", "nixl|0:flip")
+        decode = await start(cluster, Role.DECODE, 32, "fake", "nixl|")
         async with GatewayStub(decode) as stream:
+            prompt = make_prompt(40)
+            request = make_request(prompt, max_tokens=6, cache_salt="damaged")
+            damaged = await stream.run(request, prefill)
+            alone = make_request(prompt, max_tokens=6, cache_salt="alone")
+            assert damaged.tokens == (await stream.run(alone, None)).tokens
+            assert damaged.finished is not None
+            assert damaged.finished.local_reason == "prefill_failed"
             for length in LENGTHS:
                 prompt = make_prompt(length, salt=length)
                 answer = await stream.run(make_request(prompt, max_tokens=6), prefill)
