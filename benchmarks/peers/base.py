@@ -99,11 +99,13 @@ def started(
 ) -> Iterator[Server]:  # fmt: skip
     """The server of ``command``, ready, until the block ends. Raises Unavailable."""
     log = setup.folder / f"{name}.log"
+    # What the benchmark itself runs with says nothing about its peers.
+    threads = {"OMP_NUM_THREADS": str(setup.num_threads)}
     begin = time.monotonic()
     with log.open("wb") as out:
         # Not in the repository: its folder `kernels` would hide packages of that name.
         process = subprocess.Popen(
-            command, env=os.environ | dict(env or {}), stdout=out, stderr=out,
+            command, env=os.environ | threads | dict(env or {}), stdout=out, stderr=out,
             start_new_session=True, cwd=setup.folder,
         )  # fmt: skip
     url = f"http://127.0.0.1:{port}"
@@ -111,7 +113,8 @@ def started(
         try:
             wait_for(f"{url}{health}", process, setup.ready_timeout_s)
         except RuntimeError as error:
-            raise Unavailable(f"its server did not start ({last_line(log) or error})") from error
+            reason = str(error).splitlines()[0]
+            raise Unavailable(f"{reason}; its log ends with: {last_line(log)}") from error
         yield Server(url, model_name, process.pid, time.monotonic() - begin)
     finally:
         stop_server(process)

@@ -34,7 +34,7 @@ class Transformers:
             str(HERE / "transformers_server.py"), "--model", str(setup.model), "--port", str(port),
             "--dtype", setup.peer_dtype, "--threads", str(setup.num_threads),
         ]  # fmt: skip
-        env = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(setup.num_threads)}
+        env = {"HF_HUB_OFFLINE": "1"}
         with started("transformers", command, "bench", port, setup, env) as server:
             yield server
 

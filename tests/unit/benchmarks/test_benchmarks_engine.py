@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from benchmarks.engine.report import Result, markdown, ratio, share_of_limit
 from benchmarks.idle import usages
 from benchmarks.limit import Limits
 from benchmarks.load import Figures, TooSlow
-from benchmarks.peers.base import Server, Setup, Unavailable
+from benchmarks.peers.base import Server, Setup, Unavailable, free_port, started
 from benchmarks.run import NAMES, summary
 
 LOAD = Load(128, 60.0, (128, 512), (1, 4, 16), 49_000)
@@ -179,3 +180,14 @@ def test_idle_processes_are_listed_by_use() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_every_benchmark_says_in_one_line_what_it_measures(name: str) -> None:
     assert len(summary(name)) > 20
+
+
+def test_a_peer_whose_server_ends_is_unavailable_with_its_last_words(tmp_path: Path) -> None:
+    setup = Setup(tmp_path, tmp_path, tmp_path, 2, "float32", True, 30.0)
+    program = "import os; print('threads', os.environ['OMP_NUM_THREADS']); raise SystemExit(3)"
+    command = [sys.executable, "-c", program]
+    with (
+        pytest.raises(Unavailable, match=r"(?s)ended with code 3.*ends with: threads 2"),
+        started("peer", command, "m", free_port(), setup),
+    ):
+        pass
