@@ -25,7 +25,7 @@ import torch
 from isthmus.common.errors import ConfigError
 from isthmus.common.logging import get_logger
 from isthmus.kernels import reference
-from isthmus.kernels.cpu import BuildError, CpuKernels
+from isthmus.kernels.cpu import BuildError, CpuKernels, kv_blocks
 from isthmus.kernels.types import PackedLinear, TokenScores
 
 Implementation = Literal["auto", "cpu", "reference", "triton"]
@@ -181,7 +181,9 @@ def _cpu(device: str, num_threads: int) -> _Offer:
     if device != "cpu":
         raise BuildError(f"they do not run on {device}")
     kernels = CpuKernels(num_threads)
-    return _Offer(kernels.describe(), {op: getattr(kernels, op) for op in _CPU_OPS})
+    return _Offer(
+        kernels.describe(), {op: getattr(kernels, op) for op in _CPU_OPS} | dict(kv_blocks.OPS)
+    )
 
 
 def _triton(device: str, _num_threads: int) -> _Offer:
