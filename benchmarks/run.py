@@ -10,6 +10,7 @@ HERE = Path(__file__).resolve().parent
 NAMES = (
     "kernels", "limit", "engine", "pair", "idle",
     "transfer", "router", "overhead", "storm", "identity", "kernel_resources",
+    "tensor_parallel",
 )  # fmt: skip
 
 

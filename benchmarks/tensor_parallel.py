@@ -214,4 +214,7 @@ def report(one: Side, many: Side, empty: int, options: argparse.Namespace) -> in
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    # Started processes look for what they run under its real name.
+    from benchmarks import tensor_parallel
+
+    sys.exit(tensor_parallel.main())
