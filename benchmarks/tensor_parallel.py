@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib
 import json
 import multiprocessing
 import os
@@ -215,6 +216,4 @@ def report(one: Side, many: Side, empty: int, options: argparse.Namespace) -> in
 
 if __name__ == "__main__":
     # Started processes look for what they run under its real name.
-    from benchmarks import tensor_parallel
-
-    sys.exit(tensor_parallel.main())
+    sys.exit(importlib.import_module("benchmarks.tensor_parallel").main())
