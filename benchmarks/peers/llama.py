@@ -44,7 +44,9 @@ class Llama:
         command = [
             str(setup.venvs / "llama" / "bin" / "llama-server"),
             "-m", str(OUT / f"sample-{self.weight_format}.gguf"), "--host", "127.0.0.1",
-            "--port", str(port), "-t", threads, "-tb", threads, "--no-webui", *FLAGS[stage],
+            "--port", str(port), "-t", threads, "-tb", threads, "--no-webui",
+            # Prompts never come again: nothing to keep aside when a slot takes a new one.
+            "--cache-ram", "0", *FLAGS[stage],
         ]  # fmt: skip
         with started(f"{self.name}-{stage}", command, "bench", port, setup) as server:
             yield server
