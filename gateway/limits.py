@@ -53,10 +53,11 @@ class KeyRing:
         if not self._identities:
             return Identity()
         header = headers.get("authorization", "")
-        given = header[len(_BEARER) :].strip() if header.lower().startswith(_BEARER) else ""
+        text = header[len(_BEARER) :].strip() if header.lower().startswith(_BEARER) else ""
+        given = text.encode("latin-1", "replace")  # as the bytes of a header were read
         found = None
         for key, identity in self._identities.items():
-            if hmac.compare_digest(key, given.encode()):
+            if hmac.compare_digest(key, given):
                 found = identity
         if found is None:
             said = "a wrong API key" if given else "no API key"

@@ -78,3 +78,11 @@ async def test_a_body_that_never_arrives_ends_at_the_deadline() -> None:
     request = Request({"type": "http", "headers": []}, receive)
     with pytest.raises(DeadlineError):
         await read_body(request, GatewayConfig(request_timeout_ms=10))
+
+
+def test_a_key_beyond_ascii_is_compared_by_its_bytes() -> None:
+    """Clients send UTF-8; the server reads the bytes of a header as Latin-1."""
+    sent = f"Bearer {'clé'.encode().decode('latin-1')}"
+    assert KeyRing(["clé"]).identify({"authorization": sent}).tenant
+    with pytest.raises(AuthenticationError):
+        KeyRing(["clé"]).identify({"authorization": "Bearer cl\u2603"})
