@@ -25,7 +25,6 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.cluster import OUT
 from benchmarks.gpu.cases import DECODE_TARGET, PREFILL_TARGET, Case, Sizes, all_cases
 from benchmarks.gpu.limits import CardLimits, measure_limits
 from benchmarks.gpu.models import LLAMA_1B, LLAMA_8B, Shape, random_decoder
@@ -42,6 +41,7 @@ from isthmus.engine.models.types import LanguageModel
 from isthmus.kernels import Kernels, select
 
 ROOT = Path(__file__).resolve().parents[2]
+OUT = ROOT / "benchmarks" / "out" / "gpu"
 NO_CARD = 2
 PARTS = ("numerics", "kernels", "steps")
 NUMERICS_DEADLINE_S = 150.0
@@ -160,7 +160,7 @@ def run(parts: frozenset[str]) -> Report:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=OUT / "gpu")
+    parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("--skip", default="", help=f"of {', '.join(PARTS)}")
     options = parser.parse_args()
     if not torch.cuda.is_available():
