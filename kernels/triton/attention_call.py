@@ -172,6 +172,8 @@ class CallForm:
 
 
 ALIGNED = frozenset({"q_stride", "block_stride", "scale_block_stride"})
+# Numbers that change from step to step: a kernel is not compiled anew for a 1 or a multiple of 16.
+UNSPECIALISED = ("num_tokens", "table_stride", "window")
 
 
 def d_tile_of(head_dim: int) -> int:

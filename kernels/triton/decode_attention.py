@@ -15,7 +15,13 @@ import torch
 import triton
 import triton.language as tl
 
-from isthmus.kernels.triton.attention_call import ALIGNED, AttentionCall, CallForm, d_tile_of
+from isthmus.kernels.triton.attention_call import (
+    ALIGNED,
+    UNSPECIALISED,
+    AttentionCall,
+    CallForm,
+    d_tile_of,
+)
 from isthmus.kernels.triton.attention_tile import attend, key_ranges
 from isthmus.kernels.triton.compilation import SM_90, TARGETS, CompileCase
 
@@ -70,7 +76,7 @@ def num_splits(num_sequences: int, num_kv_heads: int, max_seq_len: int, num_sms:
     return min(int(triton.next_power_of_2(min(wanted, useful))), MAX_SPLITS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=UNSPECIALISED)
 def _decode_kernel(
     q,
     kv,
@@ -173,7 +179,7 @@ def _decode_kernel(
         tl.store(out + results[:, None] * D + dims[None, :], attended, mask=stored)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_sequences"])
 def _merge_kernel(
     partial_out,
     partial_weight,

@@ -13,7 +13,13 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
-from isthmus.kernels.triton.attention_call import ALIGNED, AttentionCall, CallForm, d_tile_of
+from isthmus.kernels.triton.attention_call import (
+    ALIGNED,
+    UNSPECIALISED,
+    AttentionCall,
+    CallForm,
+    d_tile_of,
+)
 from isthmus.kernels.triton.attention_tile import attend, key_ranges
 from isthmus.kernels.triton.compilation import SM_90, TARGETS, CompileCase
 
@@ -59,7 +65,7 @@ def _find_sequence(query_start, num_sequences, tile, QUERIES: tl.constexpr):
     return low
 
 
-@triton.jit
+@triton.jit(do_not_specialize=[*UNSPECIALISED, "num_sequences"])
 def _prefill_kernel(
     q,
     kv,

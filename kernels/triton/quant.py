@@ -74,7 +74,7 @@ def unpack(x, DTYPE: tl.constexpr):
     return x.to(DTYPE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _quantise_kernel(
     x, quantised, scales, num_rows, D: tl.constexpr, D_TILE: tl.constexpr, ROWS: tl.constexpr
 ):
@@ -88,7 +88,7 @@ def _quantise_kernel(
     tl.store(scales + rows, row_scales, mask=rows < num_rows)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _dequantise_kernel(
     quantised, scales, out, num_rows, D: tl.constexpr, D_TILE: tl.constexpr, ROWS: tl.constexpr
 ):
