@@ -29,6 +29,7 @@ MessageT = TypeVar("MessageT", bound=msgspec.Struct)
 
 _HEADER = struct.Struct("<cI")
 _MAX_FRAME_BYTES = 2**28
+_MAX_MESSAGE_BYTES = 2**20  # also of what a stranger sends
 
 
 class FrameKind(Enum):
@@ -88,9 +89,10 @@ class RankLink:
         except OSError as error:
             raise _gone(error) from error
 
-    def receive(self) -> tuple[FrameKind, bytes]:
+    def receive(self, max_bytes: int = _MAX_FRAME_BYTES) -> tuple[FrameKind, bytes]:
+        """Raises InternalError, before anything is allocated, for what cannot be a frame."""
         kind, length = _HEADER.unpack(self._read(_HEADER.size))
-        if length > _MAX_FRAME_BYTES or kind not in {item.value for item in FrameKind}:
+        if length > max_bytes or kind not in {item.value for item in FrameKind}:
             raise InternalError("what came from another rank is no frame", stage="rank")
         return FrameKind(kind), self._read(length)
 
@@ -99,7 +101,7 @@ class RankLink:
 
     def receive_message(self, kind: type[MessageT]) -> MessageT:
         """Raises InternalError for anything else."""
-        frame, payload = self.receive()
+        frame, payload = self.receive(_MAX_MESSAGE_BYTES)
         if frame is not FrameKind.MESSAGE:
             raise InternalError(f"{kind.__name__} was due, not {frame.name}", stage="rank")
         try:

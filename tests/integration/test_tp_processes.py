@@ -12,7 +12,7 @@ import pytest
 
 from isthmus.common.clock import SystemClock
 from isthmus.common.config import EngineConfig, ModelConfig
-from isthmus.common.errors import ConfigError, InstanceLostError
+from isthmus.common.errors import ConfigError, InstanceLostError, InternalError
 from isthmus.engine.core import EngineCore
 from isthmus.worker.rank_launcher import device_of
 from isthmus.worker.rank_link import FrameKind, Hello, Invitation, RankLink, connect
@@ -135,6 +135,19 @@ async def test_frames_keep_their_bounds() -> None:
     with pytest.raises(InstanceLostError, match="ended"):
         there.receive()
     there.close()
+
+
+async def test_what_cannot_be_a_frame_is_refused() -> None:
+    client, server = _connected()
+    link = RankLink(server)
+    client.sendall(b"s\xff\xff\xff\xff" + b"q\1\0\0\0" + b"m\1\0\0\0?")
+    for _ in range(2):
+        with pytest.raises(InternalError, match="no frame"):
+            link.receive()
+    with pytest.raises(InternalError, match="Hello was due"):
+        link.receive_message(Hello)
+    client.close()
+    link.close()
 
 
 async def test_each_rank_has_a_device_of_its_own() -> None:
