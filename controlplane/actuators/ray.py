@@ -92,7 +92,7 @@ class RayActuator:
         self._log_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         try:
             await self._call(self._connect)
-        except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+        except Exception as error:  # Ray raises bare ones, of a start that takes too long
             where = f"join Ray at {self._address}" if self._address else "start Ray"
             reason = str(error).strip().splitlines() or [type(error).__name__]
             raise ConfigError(f"cannot {where}: {reason[0]}", stage="start") from error
