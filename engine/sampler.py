@@ -7,7 +7,8 @@ Order of operations on one row::
            → ÷ temperature → top_k → top_p → min_p → one uniform draw, inverse CDF in token order
 
 Greedy takes the largest value, the lowest token id among equals. A sequence that is greedy and
-plain costs one row of a batched argmax; only others are looked at one by one.
+plain costs one row of a batched argmax; only others are looked at one by one. ``device_sampler``
+follows the same rules where logits are on a device.
 """
 
 from __future__ import annotations
@@ -43,13 +44,13 @@ Sampled = SampledToken | InternalError  # an error where the row holds no usable
 
 
 def sample(logits: torch.Tensor, step: StepInput) -> list[Sampled]:
-    """One token for each of ``step.sampled``; ``logits`` float32 [K, V]."""
+    """One token for each of ``step.sampled``; ``logits`` float32 [K, V] on the host."""
     if not step.sampled:
         return []
     best_ids, is_usable = _argmax(logits)
     draws = _draws(step)
     is_plain = all(sequence.is_plain for sequence in step.sampled)
-    host_logits = None if is_plain else logits.cpu().numpy()
+    host_logits = None if is_plain else logits.numpy()
     sampled: list[Sampled] = []
     for sequence, row, position in zip(
         step.sampled, step.sample_rows, step.sample_positions, strict=True
@@ -71,7 +72,7 @@ def append_prompt_logprobs(logits: torch.Tensor, step: StepInput) -> None:
     for rows in step.prompt_rows:
         count = rows.sequence.request.sampling.prompt_logprobs or 0
         token_ids = rows.sequence.token_ids[rows.first_token : rows.first_token + rows.count]
-        row_logits = logits[rows.first_row : rows.first_row + rows.count].cpu().numpy()
+        row_logits = logits[rows.first_row : rows.first_row + rows.count].numpy()
         rows.sequence.prompt_logprobs.extend(
             describe_token(row, token_id, count)
             for row, token_id in zip(row_logits, token_ids.tolist(), strict=True)
@@ -81,13 +82,9 @@ def append_prompt_logprobs(logits: torch.Tensor, step: StepInput) -> None:
 def _argmax(logits: torch.Tensor) -> tuple[list[int], list[bool]]:
     """Of each row: the lowest id of the largest value, and whether that value is a finite number.
     A row with a NaN anywhere is not usable: argmax finds the NaN."""
-    if logits.device.type == "cpu":  # numpy's argmax is vectorised here, torch's is not
-        values = logits.numpy()
-        best = values.argmax(axis=1)
-        return best.tolist(), np.isfinite(values[np.arange(len(best)), best]).tolist()
-    on_device = logits.argmax(dim=1, keepdim=True)
-    is_usable = torch.isfinite(logits.gather(1, on_device))
-    return on_device.squeeze(1).tolist(), is_usable.squeeze(1).tolist()
+    values = logits.numpy()
+    best = values.argmax(axis=1)  # numpy's is vectorised, torch's is not
+    return best.tolist(), np.isfinite(values[np.arange(len(best)), best]).tolist()
 
 
 def describe_token(logits: Logits, token_id: int, num_top: int) -> TokenLogprob:

@@ -170,6 +170,15 @@ def test_top_k_breaks_ties_by_token_id() -> None:
     assert largest(np.zeros(4, dtype=np.float32), 0).tolist() == []
 
 
+@pytest.mark.parametrize("size", [1, 63, 64, 65, 1000, 4096])
+@pytest.mark.parametrize("count", [1, 2, 15, 64, 700, 5000])
+def test_largest_are_those_of_a_full_sort(size: int, count: int) -> None:
+    values = make_logits(size, size).round(1)  # with many equals
+    values[:: max(1, size // 5)] = -np.inf
+    order = sorted(range(size), key=lambda i: (-values[i], i))
+    assert largest(values, count).tolist() == order[:count]
+
+
 def test_tiny_temperature_equals_greedy() -> None:
     logits = make_logits(2)
     assert draw_token(logits, SamplingParams(temperature=1e-6), 0.99) == int(logits.argmax())
