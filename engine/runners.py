@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from isthmus.common.config import EngineConfig
+from isthmus.common.logging import get_logger
 from isthmus.engine.device import device_of
 from isthmus.engine.device_runner import DeviceRunner
 from isthmus.engine.kv_store import KvStore, layout_of
@@ -12,9 +13,14 @@ from isthmus.engine.models.types import LanguageModel
 from isthmus.engine.runner import ModelRunner, Runner
 from isthmus.engine.trial_step import measure_kv_bytes
 from isthmus.kernels import select
+from isthmus.kernels.registry import OpChoice
 
 # From a model, its KV store, the configuration and the longest sequence.
 RunnerOf = Callable[[LanguageModel, KvStore, EngineConfig, int], Runner]
+
+_LOOKING_OPS = frozenset({"rope_and_cache", "paged_attention"})
+
+_log = get_logger("engine")
 
 
 def make_runner(
@@ -26,7 +32,17 @@ def make_runner(
     if device.torch_device.type == "cpu" or model.spec.tp_size > 1:
         return ModelRunner(model, kv_store)
     kernels = select(config.device, config.num_threads, overrides=config.kernels)
+    waiting = ops_that_wait(kernels.choices)
+    if config.cuda_graphs and waiting:
+        _log.warning("no CUDA graphs: some kernels wait for the device", ops=", ".join(waiting))
+        config = config.model_copy(update={"cuda_graphs": False})
     return DeviceRunner(model, kernels, kv_store, config, max_model_len, device)
+
+
+def ops_that_wait(choices: Iterable[OpChoice]) -> list[str]:
+    """Ops of a forward pass that cannot be captured: the reference's look at what is on the
+    device."""
+    return [c.op for c in choices if c.implementation == "reference" and c.op in _LOOKING_OPS]
 
 
 def measured_kv_bytes(model: LanguageModel, config: EngineConfig) -> int:

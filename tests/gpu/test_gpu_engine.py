@@ -80,6 +80,27 @@ def test_graphs_and_planning_ahead_change_no_token() -> None:
     assert tokens_of(make_engine()) == expected
 
 
+def test_a_prompt_gets_the_distribution_that_the_reference_gives() -> None:
+    """Chunks over a paged prefix, and decode steps after them, of the whole model."""
+    requests = [
+        make_request(f"r{i}", make_prompt(9 + 40 * i, salt=i), prompt_logprobs=0, logprobs=0)
+        for i in range(3)
+    ]
+    engines = []
+    for kernels in (select("cuda"), reference):
+        model = random_decoder(
+            SHAPE, kernels, "cuda:0", max_model_len=MAX_MODEL_LEN, dtype="float32"
+        )
+        config = EngineConfig(
+            device="cuda:0", num_blocks=60, max_num_batched_tokens=32, cuda_graphs=False
+        )
+        engines.append(EngineCore(model, config, SystemClock()))
+    for ours, theirs in zip(*(generate(engine, *requests) for engine in engines), strict=True):
+        mine = [entry.logprob for entry in (*ours.prompt_logprobs, ours.logprobs[0])]
+        expected = [entry.logprob for entry in (*theirs.prompt_logprobs, theirs.logprobs[0])]
+        assert mine == pytest.approx(expected, abs=2e-2)
+
+
 def test_scarce_blocks_change_no_token() -> None:
     expected = tokens_of(make_engine())
     assert tokens_of(make_engine(num_blocks=30, max_num_batched_tokens=24)) == expected

@@ -18,6 +18,9 @@ from isthmus.engine.cuda_graphs import (
 )
 from isthmus.engine.device import HostDevice
 from isthmus.engine.models.types import ForwardBatch
+from isthmus.engine.runners import ops_that_wait
+from isthmus.kernels import select
+from isthmus.kernels.registry import OpChoice
 
 
 def decode_of(num_sequences: int) -> StepInput:
@@ -104,3 +107,10 @@ def test_graphs_are_captured_largest_first_and_read_their_buffers_at_replay() ->
     assert graphs.replay(4).data_ptr() == first.data_ptr()
     assert first[:, 0].tolist() == [6, 1, 2, 9]
     assert graphs.replay(1)[:, 0].tolist() == [6]
+
+
+def test_kernels_that_look_at_the_device_are_not_captured() -> None:
+    reference = select("cpu", 1, "reference").choices
+    assert ops_that_wait(reference) == ["rope_and_cache", "paged_attention"]
+    triton = [OpChoice(choice.op, "triton", "first choice") for choice in reference]
+    assert ops_that_wait(triton) == []
