@@ -14,8 +14,10 @@ from isthmus.common.ids import RequestId
 from isthmus.common.state_machine import IllegalTransitionError, Transitions
 from isthmus.engine.block_table import TABLE_TRANSITIONS, TableState
 from isthmus.engine.flight import FLIGHT_TRANSITIONS, FlightState
+from isthmus.engine.runners import RunnerOf, make_runner
 from isthmus.engine.sequence import SEQ_TRANSITIONS, SeqStatus, Sequence
 from isthmus.engine.types import Reservation, SequenceMode
+from tests.support.device_core import device_runner
 from tests.support.engine_driver import make_prompt, make_request
 from tests.support.tiny_model import TinyModel, make_tiny_core
 
@@ -74,13 +76,15 @@ COMMANDS = st.lists(
 class EnginePlayer:
     """Calls the engine as a worker would, in any order, also while the model runs."""
 
-    def __init__(self, async_scheduling: str) -> None:
+    def __init__(self, async_scheduling: str, runner_of: RunnerOf) -> None:
         self.model = TinyModel()
         self.core = make_tiny_core(
             self.model,
             num_blocks=14,
             max_num_batched_tokens=8,
             max_num_seqs=3,
+            runner_of=runner_of,
+            cuda_graphs=False,
             async_scheduling=async_scheduling,
         )
         self.reservations: dict[str, tuple[Reservation, int]] = {}
@@ -147,13 +151,16 @@ class EnginePlayer:
                 self.in_engine.discard(update.request_id)
 
 
-@pytest.mark.parametrize("async_scheduling", ["off", "on"])
+@pytest.mark.parametrize(
+    ("async_scheduling", "runner_of"),
+    [("off", make_runner), ("on", make_runner), ("on", device_runner)],
+)
 @settings(max_examples=50, deadline=None)
 @given(commands=COMMANDS)
 def test_engine_never_leaks_a_block_whatever_the_order_of_calls(
-    async_scheduling: str, commands: list[tuple[str, str, int]]
+    async_scheduling: str, runner_of: RunnerOf, commands: list[tuple[str, str, int]]
 ) -> None:
-    player = EnginePlayer(async_scheduling)
+    player = EnginePlayer(async_scheduling, runner_of)
     for command in commands:
         player.play(*command)
         player.core.check_integrity()
