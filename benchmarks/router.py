@@ -26,7 +26,7 @@ NUM_TOKENS = 2_000
 def build(num_per_role: int, policy: str) -> tuple[Router, list[str]]:
     router = Router(RouterConfig(policy=policy), SystemClock())
     names = []
-    hashes = make_query(NUM_TOKENS).block_hashes
+    hashes = make_query(NUM_TOKENS).hash_chains[0]
     for index in range(num_per_role):
         for prefix, role in (("p", Role.PREFILL), ("d", Role.DECODE)):
             name = f"{prefix}{index}"
@@ -106,7 +106,7 @@ def main() -> None:
 
         label = f"route, {policy}, {args.instances}x{args.instances}"
         show(label, measure(route, args.requests, report_some))
-    hashes = query.block_hashes
+    hashes = query.hash_chains[0]
     times = measure(lambda: router.state.index.match(hashes), args.requests, lambda: None)
     show(f"match, {len(hashes)} blocks, {2 * args.instances} instances", times)
 

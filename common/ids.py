@@ -11,6 +11,7 @@ DecisionId = NewType("DecisionId", str)
 TransferId = NewType("TransferId", bytes)  # 16 random bytes
 BlockId = NewType("BlockId", int)
 BlockHash = NewType("BlockHash", bytes)  # 16 bytes, chained over the sequence
+HashChain = tuple[BlockHash, ...]  # a prompt's full blocks, from the first
 Epoch = NewType("Epoch", int)
 
 

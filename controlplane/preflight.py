@@ -65,10 +65,6 @@ def _check_pools(config: ClusterConfig) -> None:
     if config.decode.replicas + config.mixed.replicas == 0:
         message = "nothing would decode: ask for at least one decode or mixed instance"
         raise ConfigError(message, stage="start")
-    sizes = {pool_of(config, role).engine.block_size for role in _active_roles(config)}
-    if len(sizes) > 1:
-        message = f"all pools must have one block_size, not {', '.join(map(str, sorted(sizes)))}"
-        raise ConfigError(message, stage="start")
 
 
 def _check_packages(config: ClusterConfig) -> None:

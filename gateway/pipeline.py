@@ -201,8 +201,8 @@ class Pipeline:
         if not ids:
             raise InvalidRequestError("the prompt is empty", param="prompt", stage="tokenise")
         max_tokens = self._output_limit(len(ids), asked, default)
-        hashes = self._router.hash_prompt(ids, salt)
-        return PreparedPrompt(text, tuple(ids), hashes, max_tokens)
+        chains = self._router.hash_prompt(ids, salt)
+        return PreparedPrompt(text, tuple(ids), chains, max_tokens)
 
     def _output_limit(self, num_prompt: int, asked: int | None, default: int) -> int:
         limit = self._router.max_model_len()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from isthmus.common.ids import BlockHash
+from isthmus.common.ids import HashChain
 from isthmus.common.types import FinishReason, SamplingParams, TokenLogprob
 
 
@@ -14,7 +14,7 @@ class PreparedPrompt:
 
     text: str
     token_ids: tuple[int, ...]
-    block_hashes: tuple[BlockHash, ...]
+    hash_chains: tuple[HashChain, ...]
     max_tokens: int
 
 

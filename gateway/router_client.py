@@ -13,7 +13,7 @@ from isthmus.common.clock import Clock
 from isthmus.common.cluster import InstanceInfo, InstanceState, Role
 from isthmus.common.errors import InstanceLostError, IsthmusError, NoInstanceError, TransferError
 from isthmus.common.hashing import block_hashes, root_hash
-from isthmus.common.ids import BlockHash, InstanceId, RequestId
+from isthmus.common.ids import HashChain, InstanceId, RequestId
 from isthmus.common.types import InstanceRef, RouteDecision
 from isthmus.gateway.plan import GenerationPlan, PreparedPrompt
 from isthmus.router.router import Router
@@ -40,7 +40,7 @@ class ChoiceQuery:
             request_id=self.request_id,
             model=self.plan.model,
             num_prompt_tokens=len(self.prompt.token_ids) + self.num_resumed_tokens,
-            block_hashes=self.prompt.block_hashes,
+            hash_chains=self.prompt.hash_chains,
             tenant=self.plan.tenant,
             max_output_tokens=max(1, self.prompt.max_tokens - self.num_resumed_tokens),
             exclude=self.exclude,
@@ -125,12 +125,14 @@ class RouterClient:
             message = "no decode or mixed instance is registered"
             raise NoInstanceError(message, stage="route", retry_after_ms=RETRY_AFTER_MS)
 
-    def hash_prompt(self, token_ids: Sequence[int], cache_salt: str) -> tuple[BlockHash, ...]:
-        """Hashes of the full blocks, as the instances make them; empty while none is known."""
-        for info in self.instances():
-            root = root_hash(info.kv_layout.model_fingerprint, cache_salt)
-            return tuple(block_hashes(token_ids, info.block_size, root))
-        return ()
+    def hash_prompt(self, token_ids: Sequence[int], cache_salt: str) -> tuple[HashChain, ...]:
+        """Hashes of the full blocks as the instances make them, one chain for each size of block
+        and model that they have; empty while no instance is known."""
+        kinds = {(info.kv_layout.model_fingerprint, info.block_size) for info in self.instances()}
+        return tuple(
+            tuple(block_hashes(token_ids, block_size, root_hash(fingerprint, cache_salt)))
+            for fingerprint, block_size in kinds
+        )
 
     def max_model_len(self) -> int | None:
         """The longest sequence that every serving instance accepts; None while none is known."""

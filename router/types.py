@@ -5,18 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from isthmus.common.ids import BlockHash, InstanceId, RequestId
+from isthmus.common.ids import HashChain, InstanceId, RequestId
 from isthmus.common.types import Slo
 
 
 @dataclass(frozen=True, slots=True)
 class RouteQuery:
-    """``block_hashes`` are those of the prompt's full blocks, at the cluster's block size."""
+    """``hash_chains``: one of the prompt's full blocks for each block size in the cluster."""
 
     request_id: RequestId
     model: str
     num_prompt_tokens: int
-    block_hashes: tuple[BlockHash, ...] = ()
+    hash_chains: tuple[HashChain, ...] = ()
     slo: Slo = field(default_factory=Slo)
     priority: int = 0
     tenant: str = ""

@@ -131,11 +131,6 @@ def test_a_cluster_that_cannot_decode_is_refused() -> None:
         preflight.check(config_of(decode={"replicas": 0}))
 
 
-def test_pools_must_agree_on_the_block_size() -> None:
-    with pytest.raises(ConfigError, match="one block_size, not 16, 32"):
-        preflight.check(config_of(prefill={"engine": {"block_size": 32}}))
-
-
 def test_paths_mean_the_same_in_every_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -47,7 +47,7 @@ def test_short_prompt_is_computed_on_decode(policy: str) -> None:
 def test_prompt_that_decode_holds_already_is_not_computed_remotely(policy: str) -> None:
     cluster = Cluster(1, 1, policy=policy)
     query = make_query(320)
-    cluster.store("d0", query.block_hashes)
+    cluster.store("d0", query.hash_chains[0])
     decision = cluster.router.route(query)
     assert pair(decision) == (None, "d0")
     assert decision.local_reason is LocalPrefillReason.PREFIX_CACHED
@@ -57,7 +57,7 @@ def test_prompt_that_decode_holds_already_is_not_computed_remotely(policy: str) 
 def test_half_cached_prompt_is_still_computed_remotely() -> None:
     cluster = Cluster(1, 1)
     query = make_query(320)
-    cluster.store("d0", query.block_hashes[:10])
+    cluster.store("d0", query.hash_chains[0][:10])
     assert pair(cluster.router.route(query)) == ("p0", "d0")
 
 
@@ -101,7 +101,7 @@ def test_busy_decode_instance_is_spared_a_local_prefill() -> None:
 def test_prefill_instance_with_the_prefix_is_chosen() -> None:
     cluster = Cluster(4, 1)
     query = make_query(320)
-    cluster.store("p2", query.block_hashes[:15])
+    cluster.store("p2", query.hash_chains[0][:15])
     decision = cluster.router.route(query)
     assert pair(decision) == ("p2", "d0")
     assert decision.cached_tokens == 240
@@ -110,7 +110,7 @@ def test_prefill_instance_with_the_prefix_is_chosen() -> None:
 def test_prefix_is_given_up_when_its_holder_is_swamped() -> None:
     cluster = Cluster(2, 1)
     query = make_query(320)
-    cluster.store("p0", query.block_hashes[:15])
+    cluster.store("p0", query.hash_chains[0][:15])
     cluster.report("p0", waiting_seqs=3, waiting_tokens=1_200)
     assert pair(cluster.router.route(query)) == ("p1", "d0")
 
@@ -118,8 +118,8 @@ def test_prefix_is_given_up_when_its_holder_is_swamped() -> None:
 def test_whole_prompt_ignores_caches() -> None:
     cluster = Cluster(1, 1)
     query = make_query(320, needs_whole_prompt=True)
-    cluster.store("p0", query.block_hashes)
-    cluster.store("d0", query.block_hashes)
+    cluster.store("p0", query.hash_chains[0])
+    cluster.store("d0", query.hash_chains[0])
     decision = cluster.router.route(query)
     assert pair(decision) == ("p0", "d0")
     assert decision.cached_tokens == 0

@@ -207,10 +207,10 @@ def test_restarted_instance_is_not_blamed_for_its_past() -> None:
 def test_restart_clears_cache_and_reservations_at_once() -> None:
     cluster = Cluster(2, 1)
     query = make_query()
-    cluster.store("p0", query.block_hashes)
+    cluster.store("p0", query.hash_chains[0])
     cluster.router.route(query)
     cluster.join("p0", Role.PREFILL, epoch=2)
-    assert cluster.router.state.index.match(query.block_hashes) == {}
+    assert cluster.router.state.index.match(query.hash_chains[0]) == {}
     assert cluster.router.state.ledger.num_open(P0) == 0
     cluster.router.state.registered(cluster.join("p0", Role.PREFILL, epoch=1))  # a late record
     assert cluster.router.cluster.views[P0].info.epoch == 2
