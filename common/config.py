@@ -29,6 +29,9 @@ class ModelConfig(Node):
     path: str = Field("sample", description="directory, .gguf file, or 'sample' (SmolLM2-135M)")
     served_name: str = Field("", description="name in the API; default: the model's own")
     dtype: DTypeName = Field("auto", description="weights and KV; auto = the checkpoint's, bf16")
+    quantization: Literal["none", "int8"] = Field(
+        "none", description="weights of products, rounded when they are loaded; int8 = CPU only"
+    )
     max_model_len: int = Field(0, ge=0, description="longest sequence; 0 = the model's own limit")
 
 

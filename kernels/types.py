@@ -12,9 +12,11 @@ whatever the dtype of weights and KV; products accumulate in float32.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
+
+Quantization = Literal["none", "int8"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,7 @@ class PackedLinear:
     out_features: int
     data: torch.Tensor
     bias: torch.Tensor | None  # float32
+    scales: torch.Tensor | None = None  # float32, one for each output; of int8 weights
 
     @property
     def num_bytes(self) -> int:
@@ -78,8 +81,16 @@ class Kernels(Protocol):
         """One line for an operator: implementation, instruction set, threads."""
         ...
 
-    def pack_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedLinear:
-        """Takes weight [out_features, in_features] float32 or bfloat16, bias [out_features]."""
+    def pack_linear(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        quantization: Quantization = "none",
+    ) -> PackedLinear:
+        """Takes weight [out_features, in_features] float32 or bfloat16, bias [out_features].
+
+        int8 keeps weights as ``reference.quant.quantise_weight`` rounds them.
+        """
         ...
 
     def linear(self, x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:

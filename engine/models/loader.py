@@ -35,6 +35,7 @@ from isthmus.engine.models.weights import (
 )
 from isthmus.engine.tp_group import LEADER, SingleRank, TpGroup
 from isthmus.kernels import select
+from isthmus.kernels.types import Quantization
 
 _GIB = 2**30
 
@@ -47,6 +48,7 @@ class _Source:
     checkpoint: Checkpoint
     config: DecoderConfig
     dtype: str
+    quantization: Quantization
     shard: Shard
     cuts: Mapping[str, Cut]
 
@@ -55,14 +57,14 @@ class _Source:
         """Of this rank."""
         expected = expected_shapes(self.config)
         parts = {name: self.cuts[name].shape_of(shape) for name, shape in expected.items()}
-        return num_weight_bytes(parts, self.dtype)
+        return num_weight_bytes(parts, self.dtype, self.quantization)
 
     def spec(self, served_name: str, digests: Mapping[str, bytes]) -> ModelSpec:
         config, shard = self.config, self.shard
         return ModelSpec(
             name=served_name or self.files.name,
             architecture=config.architecture,
-            fingerprint=fingerprint(config, self.dtype, digests),
+            fingerprint=fingerprint(config, self.dtype, digests, self.quantization),
             num_layers=config.num_layers,
             num_heads=len(shard.own(shard.query_heads)),
             num_kv_heads=len(shard.own(shard.kv_heads)),
@@ -112,14 +114,19 @@ def load_model(
     group = group or SingleRank()
     target = _checked_device(device)
     split = split or (Split.OUTPUT if target.type == "cpu" else Split.INPUT)
+    if model.quantization != "none" and target.type != "cpu":
+        raise ConfigError(f"weights in {model.quantization} are for the CPU; device is {device!r}")
     source = _open(model, group, split)
     _check_fits(source, target)
     kernels = select(device, num_threads, overrides=kernels_by_op)
     config = source.config
     to_digest = share_of(expected_shapes(config), group.rank, group.size)
-    reader = WeightReader(source.checkpoint, kernels, source.dtype, target, source.cuts, to_digest)
+    reader = WeightReader(
+        *(source.checkpoint, kernels, source.dtype, target, source.cuts, to_digest),
+        model.quantization,
+    )
     adds_bias = split is Split.OUTPUT or group.rank == LEADER
-    weights = read_weights(config, reader, kernels, adds_bias=adds_bias)
+    weights = read_weights(config, reader, adds_bias=adds_bias)
     return Decoder(
         spec=source.spec(model.served_name, _all_digests(reader.digests(), group)),
         config=config,
@@ -146,7 +153,8 @@ def _open(model: ModelConfig, group: TpGroup, split: Split) -> _Source:
     check_shapes(checkpoint.shapes, expected, source=str(files.path))
     shard = shard_of(config, group.rank, group.size)
     cuts = cuts_of(config, shard, split, expected)
-    return _Source(files, checkpoint, config, _dtype(model.dtype, checkpoint), shard, cuts)
+    dtype = _dtype(model.dtype, checkpoint)
+    return _Source(files, checkpoint, config, dtype, model.quantization, shard, cuts)
 
 
 def _dtype(requested: DTypeName, checkpoint: Checkpoint) -> str:

@@ -19,6 +19,7 @@ from isthmus.engine.models.checkpoint import Checkpoint
 from isthmus.engine.models.config import DecoderConfig
 from isthmus.engine.models.shard import Cut
 from isthmus.kernels import Kernels, PackedLinear
+from isthmus.kernels.types import Quantization
 
 EMBEDDING = "model.embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
@@ -104,11 +105,26 @@ def check_shapes(
         raise ModelFileError(f"{source}: {'; '.join(problems)}", stage="load")
 
 
-def num_weight_bytes(expected: Mapping[str, tuple[int, ...]], dtype: str) -> int:
-    return sum(prod(shape) for shape in expected.values()) * _TORCH_DTYPES[dtype].itemsize
+def num_weight_bytes(
+    expected: Mapping[str, tuple[int, ...]], dtype: str, quantization: Quantization = "none"
+) -> int:
+    """The embedding is looked up, not multiplied: it is never quantised, but a tied head is."""
+    itemsize = _TORCH_DTYPES[dtype].itemsize
+    if quantization == "none":
+        return sum(prod(shape) for shape in expected.values()) * itemsize
+    head = {} if LM_HEAD in expected else {LM_HEAD: expected[EMBEDDING]}
+    return sum(
+        prod(shape) * (1 if len(shape) == 2 and name != EMBEDDING else itemsize)
+        for name, shape in (*expected.items(), *head.items())
+    )
 
 
-def fingerprint(config: DecoderConfig, dtype: str, digests: Mapping[str, bytes]) -> str:
+def fingerprint(
+    config: DecoderConfig,
+    dtype: str,
+    digests: Mapping[str, bytes],
+    quantization: Quantization = "none",
+) -> str:
     """Of configuration, dtype and weights: equal where KV blocks mean the same.
 
     ``digests`` holds one per tensor, of its bytes as they are stored: no arithmetic of one machine
@@ -117,7 +133,8 @@ def fingerprint(config: DecoderConfig, dtype: str, digests: Mapping[str, bytes])
     reach = config.max_model_len if config.rope.depends_on_max_model_len else 0
     identity = replace(config, max_model_len=reach, eos_token_ids=())
     digest = xxhash.xxh3_128()
-    digest.update(f"{identity}|{dtype}".encode())
+    numbers = dtype if quantization == "none" else f"{dtype}|{quantization}"
+    digest.update(f"{identity}|{numbers}".encode())
     for name, shape in sorted(expected_shapes(config).items()):
         digest.update(f"|{name}|{shape}|".encode())
         digest.update(digests[name])
@@ -139,7 +156,9 @@ class WeightReader:
         device: torch.device,
         cuts: Mapping[str, Cut],
         to_digest: Collection[str],
+        quantization: Quantization = "none",
     ) -> None:
+        self._quantization = quantization
         self._cuts = cuts
         self._to_digest = to_digest
         self._checkpoint = checkpoint
@@ -169,9 +188,10 @@ class WeightReader:
         bias = None
         if has_bias:
             bias = torch.cat([self.vector(f"{prefix}{part}.bias") for part in parts])
-        return self._kernels.pack_linear(
-            self.matrix(*(f"{prefix}{part}.weight" for part in parts)), bias
-        )
+        return self.pack(self.matrix(*(f"{prefix}{part}.weight" for part in parts)), bias)
+
+    def pack(self, matrix: torch.Tensor, bias: torch.Tensor | None = None) -> PackedLinear:
+        return self._kernels.pack_linear(matrix, bias, self._quantization)
 
     def digests(self) -> dict[str, bytes]:
         """Of all tensors whose digest is wanted: also of one of which this rank reads nothing."""
@@ -185,7 +205,7 @@ class WeightReader:
 
 
 def read_weights(
-    config: DecoderConfig, reader: WeightReader, kernels: Kernels, *, adds_bias: bool = True
+    config: DecoderConfig, reader: WeightReader, *, adds_bias: bool = True
 ) -> DecoderWeights:
     """``adds_bias`` False: the biases of sums over ranks are another rank's to add."""
     embedding = reader.matrix(EMBEDDING)
@@ -196,7 +216,7 @@ def read_weights(
             _read_layer(config, reader, layer, adds_bias) for layer in range(config.num_layers)
         ),
         final_norm=reader.vector(FINAL_NORM),
-        lm_head=kernels.pack_linear(head),
+        lm_head=reader.pack(head),
     )
 
 

@@ -79,12 +79,16 @@ inline void tile(Left a, const W* panel, int64_t depth, Rows<const float> init, 
                  Ahead ahead) {
   constexpr int64_t kStep = kPanel * sizeof(W) < 64 ? 64 / (kPanel * sizeof(W)) : 1;
   Floats acc[kRows][kParts];
-  for (int r = 0; r < kRows; r++) load_parts(init.row(r), acc[r]);
-  auto multiply = [&](int64_t k) {
+  repeat<kRows>([&](auto r) ISTHMUS_INLINE { load_parts(init.row(r), acc[r]); });
+  auto multiply = [&](int64_t k) ISTHMUS_INLINE {
     Floats w[kParts];
     load_panel_row(panel + k * kPanel, w);
-    for (int r = 0; r < kRows; r++)
-      for (int part = 0; part < kParts; part++) acc[r][part] += a.at(r, k) * w[part];
+    repeat<kRows>([&](auto r) ISTHMUS_INLINE {
+      repeat<kParts>([&](auto part) ISTHMUS_INLINE {
+        acc[r][part] += a.at(r, k) * w[part];
+        keep_in_register(acc[r][part]);
+      });
+    });
   };
   int64_t k = 0;
   for (; k + kStep <= depth; k += kStep) {
@@ -92,8 +96,11 @@ inline void tile(Left a, const W* panel, int64_t depth, Rows<const float> init, 
     for (int64_t i = 0; i < kStep; i++) multiply(k + i);
   }
   for (; k < depth; k++) multiply(k);
-  for (int r = 0; r < kRows; r++)
-    for (int part = 0; part < kParts; part++) store(out.row(r) + part * kLanes, acc[r][part]);
+  repeat<kRows>([&](auto r) ISTHMUS_INLINE {
+    repeat<kParts>([&](auto part) ISTHMUS_INLINE {
+      store(out.row(r) + part * kLanes, acc[r][part]);
+    });
+  });
 }
 
 }  // namespace isthmus

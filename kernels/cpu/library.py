@@ -22,8 +22,8 @@ class LinearParts(ctypes.Structure):
     """Mirrors the structure of linear.h, field by field."""
 
     _fields_ = (
-        *(("panels", c_void_p), ("bias", c_void_p)),
-        *(("depth", c_int64), ("width", c_int64), ("is_bf16", c_int32)),
+        *((name, c_void_p) for name in ("panels", "bias", "scales")),
+        *(("depth", c_int64), ("width", c_int64), ("weight_type", c_int32)),
     )
 
 

@@ -1,9 +1,10 @@
-// x [T, K] · weightᵀ [K, N], the weight packed as panels [⌈N/16⌉][K][16] of float32 or bf16.
+// x [T, K] · weightᵀ [K, N], the weight packed as panels of 16 columns: [⌈N/16⌉][K][16] of float32
+// or bf16, or int8 as [⌈N/16⌉][⌈K/2⌉][16][2] with a scale for each column.
 //
 // Rows are interleaved tile by tile first. Few rows: every panel is read once, straight through,
 // and meets all tiles, while the next one is fetched; memory's speed decides. Many rows: a piece of
 // a panel stays in a near cache while the tiles of a block, which stay in the second, pass by; the
-// multipliers' speed decides. bf16 is widened in registers either way.
+// multipliers' speed decides.
 #pragma once
 
 #include <algorithm>
@@ -13,16 +14,74 @@
 
 namespace isthmus {
 
-// Mirrors `LinearParts` of library.py, field by field.
+enum WeightType : int32_t { kFloat32 = 0, kBfloat16 = 1, kInt8 = 2 };
+
+// Mirrors the structure of library.py, field by field.
 struct LinearParts {
   const void* panels;
-  const float* bias;  // [⌈N/16⌉ · 16]
+  const float* bias;    // [⌈N/16⌉ · 16]
+  const float* scales;  // [⌈N/16⌉ · 16], of int8
   int64_t depth, width;
-  int32_t is_bf16;
+  int32_t weight_type;
 };
 
-// `packed` has room for the rows of x.
+// Floats that the rows of one product take when they are interleaved.
+inline int64_t packed_size(int64_t num_rows, int64_t depth) { return num_rows * (depth + 2); }
+
+// `packed` has room for packed_size() floats.
 void run_linear(Team& team, const LinearParts& parts, const float* x, int64_t num_rows,
                 float* packed, float* out);
+void run_linear_int8(Team& team, const LinearParts& parts, const float* x, int64_t num_rows,
+                     float* packed, float* out);
+
+constexpr int64_t kFewRows = 24;
+constexpr int64_t kBlockRows = 96;
+constexpr int64_t kAheadBytes = 4096;  // of a single tile, which reads as memory delivers
+constexpr int64_t kSharesPerThread = 8;
+
+// Calls multiply(panel, piece, first_tile, last_tile) so that all tiles meet all pieces of all
+// panels in [first_panel, last_panel), the pieces of a panel in order.
+template <typename Multiply>
+void meet_panels(const Tiles& tiles, int64_t pieces, int64_t first_panel, int64_t last_panel,
+                 const Multiply& multiply) {
+  if (tiles.rows <= kFewRows) {
+    for (int64_t panel = first_panel; panel < last_panel; panel++)
+      for (int64_t piece = 0; piece < pieces; piece++) multiply(panel, piece, 0, tiles.count());
+    return;
+  }
+  int64_t blocks = (tiles.rows + kBlockRows - 1) / kBlockRows;
+  for (int64_t block = 0; block < blocks; block++)
+    for (int64_t piece = 0; piece < pieces; piece++)
+      for (int64_t panel = first_panel; panel < last_panel; panel++)
+        multiply(panel, piece, tiles.count() * block / blocks,
+                 tiles.count() * (block + 1) / blocks);
+}
+
+// What tile `i` of `count` fetches while it meets `bytes` of weights: its share of what comes after
+// them, or, where memory's speed decides, what it needs itself a little later.
+inline Prefetch prefetch_for(const void* weights, int64_t bytes_to_next, int64_t bytes, int64_t i,
+                             int64_t count) {
+  if (count == 1) return {(const char*)weights + kAheadBytes, 64};
+  return {(const char*)weights + bytes_to_next + bytes * i / count, 64 / count};
+}
+
+// Outputs of a tile and a panel: calls work(init, out), both 16 columns wide. They begin as the
+// bias, or go on where an earlier piece ended. The last panel when N is no multiple of 16 takes a
+// detour, since its outputs end before it does.
+template <int kRows, typename Work>
+inline void with_outputs(const LinearParts& parts, float* out, int64_t first_row, int64_t panel,
+                         bool is_first_piece, const Work& work) {
+  int64_t column = panel * kPanel, used = std::min<int64_t>(kPanel, parts.width - column);
+  Rows<float> target = {out + first_row * parts.width + column, parts.width};
+  float detour[kRows * kPanel];
+  Rows<float> whole = used == kPanel ? target : Rows<float>{detour, kPanel};
+  if (used < kPanel && !is_first_piece)
+    for (int r = 0; r < kRows; r++) std::copy_n(target.row(r), used, whole.row(r));
+  Rows<const float> init = {whole.data, whole.stride};
+  if (is_first_piece) init = {parts.bias + column, 0};
+  work(init, whole);
+  if (used < kPanel)
+    for (int r = 0; r < kRows; r++) std::copy_n(whole.row(r), used, target.row(r));
+}
 
 }  // namespace isthmus

@@ -18,7 +18,8 @@ from isthmus.kernels.cpu.library import NO_WINDOW, load_library
 from isthmus.kernels.cpu.parts import attention_parts, layer_address, linear_parts, rope_parts
 from isthmus.kernels.cpu.step import CpuDecoderStep
 from isthmus.kernels.memory import HugePageArena
-from isthmus.kernels.types import PackedLinear
+from isthmus.kernels.reference.quant import quantise_weight
+from isthmus.kernels.types import PackedLinear, Quantization
 
 if TYPE_CHECKING:
     from isthmus.kernels.decoder import DecoderTensors
@@ -42,21 +43,30 @@ class CpuKernels:
     def describe(self) -> str:
         return f"cpu ({self._library.path.name}, threads: {self._num_threads})"
 
-    def pack_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedLinear:
-        """Panels [⌈N/16⌉, K, 16] of the weight's dtype; zeros beyond N."""
+    def pack_linear(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        quantization: Quantization = "none",
+    ) -> PackedLinear:
+        """Panels as linear.h describes them; zeros beyond the weight's own rows and columns."""
         assert weight.dtype in {torch.float32, torch.bfloat16}, weight.dtype
         out_features, in_features = weight.shape
-        num_panels = -(-out_features // PANEL)
-        padded = torch.zeros(num_panels * PANEL, in_features, dtype=weight.dtype)
-        padded[:out_features] = weight
-        rows = padded.view(num_panels, PANEL, in_features)
-        if weight.dtype == torch.bfloat16:
-            rows = rows[:, _BF16_COLUMN_ORDER]
-        padded_bias = torch.zeros(num_panels * PANEL)
-        if bias is not None:
-            padded_bias[:out_features] = bias
-        panels = self._arena.copy(rows.transpose(1, 2))
-        return PackedLinear(in_features, out_features, panels, padded_bias)
+        scales = None
+        if quantization == "int8":
+            weight, scales = quantise_weight(weight)
+            scales = _padded(scales, PANEL)
+            panels = _int8_panels(weight)
+        else:
+            panels = _float_panels(weight)
+        padded_bias = weight.new_zeros(out_features, dtype=torch.float32) if bias is None else bias
+        return PackedLinear(
+            in_features,
+            out_features,
+            self._arena.copy(panels),
+            _padded(padded_bias.float(), PANEL),
+            scales,
+        )
 
     def fuse(self, decoder: DecoderTensors) -> CpuDecoderStep:
         return CpuDecoderStep(self._library, decoder, self._num_threads)
@@ -182,6 +192,26 @@ class CpuKernels:
             self._num_threads,
         )
         return out
+
+
+def _padded(tensor: torch.Tensor, multiple: int) -> torch.Tensor:
+    """The tensor with zeros at the end of its first dimension, up to a multiple."""
+    missing = -tensor.shape[0] % multiple
+    return torch.cat((tensor, tensor.new_zeros(missing, *tensor.shape[1:])))
+
+
+def _float_panels(weight: torch.Tensor) -> torch.Tensor:
+    """[N, K] → [⌈N/16⌉, K, 16]"""
+    rows = _padded(weight, PANEL).view(-1, PANEL, weight.shape[1])
+    if weight.dtype == torch.bfloat16:
+        rows = rows[:, _BF16_COLUMN_ORDER]
+    return rows.transpose(1, 2)
+
+
+def _int8_panels(weight: torch.Tensor) -> torch.Tensor:
+    """[N, K] → [⌈N/16⌉, ⌈K/2⌉, 16, 2]"""
+    rows = _padded(_padded(weight, PANEL).T, 2).T
+    return rows.view(-1, PANEL, rows.shape[1] // 2, 2).transpose(1, 2)
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:

@@ -7,15 +7,18 @@ import torch
 from isthmus.kernels.cpu.library import AttentionParts, LinearParts, RopeParts
 from isthmus.kernels.types import PackedLinear
 
+_WEIGHT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}  # WeightType of linear.h
+
 
 def linear_parts(packed: PackedLinear) -> LinearParts:
     assert packed.bias is not None
     return LinearParts(
         panels=packed.data.data_ptr(),
         bias=packed.bias.data_ptr(),
+        scales=None if packed.scales is None else packed.scales.data_ptr(),
         depth=packed.in_features,
         width=packed.out_features,
-        is_bf16=packed.data.dtype == torch.bfloat16,
+        weight_type=_WEIGHT_TYPES[packed.data.dtype],
     )
 
 

@@ -74,7 +74,8 @@ struct Buffers {
     attended = workspace.take(rows * layer.output.depth);
     gate_up = workspace.take(rows * layer.gate_up.width);
     activated = workspace.take(rows * layer.down.depth);
-    packed = workspace.take(rows * std::max({hidden, layer.output.depth, layer.down.depth}));
+    int64_t depth = std::max({hidden, layer.output.depth, layer.down.depth});
+    packed = workspace.take(packed_size(rows, depth));
   }
 };
 

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
+#include <utility>
 
 namespace isthmus {
 
@@ -72,6 +73,31 @@ inline void load_panel_row(const bf16* from, Floats (&row)[kParts]) {
 #else
   memcpy(&row[0], &low, sizeof(low));
   memcpy(&row[kParts / 2], &high, sizeof(high));
+#endif
+}
+
+#define ISTHMUS_INLINE __attribute__((always_inline))
+
+// Calls work(std::integral_constant<int, i>) for i in [0, kCount). A loop that is unrolled by the
+// optimiser comes too late for arrays that should be registers.
+template <typename Work, int... kIndices>
+ISTHMUS_INLINE inline void repeat_over(std::integer_sequence<int, kIndices...>, const Work& work) {
+  (work(std::integral_constant<int, kIndices>{}), ...);
+}
+
+template <int kCount, typename Work>
+ISTHMUS_INLINE inline void repeat(const Work& work) {
+  repeat_over(std::make_integer_sequence<int, kCount>{}, work);
+}
+
+// Says that `value` is in a register here: without it GCC moves the loads of later rows of a product
+// before this one's sums, and spills sums to make room for them.
+template <typename Vector>
+ISTHMUS_INLINE inline void keep_in_register(Vector& value) {
+#if defined(__x86_64__) || defined(__i386__)
+  asm volatile("" : "+v"(value));
+#elif defined(__aarch64__)
+  asm volatile("" : "+w"(value));
 #endif
 }
 

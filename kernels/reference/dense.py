@@ -7,11 +7,17 @@ from __future__ import annotations
 
 import torch
 
-from isthmus.kernels.types import PackedLinear
+from isthmus.kernels.reference.quant import quantise_weight
+from isthmus.kernels.types import PackedLinear, Quantization
 
 
-def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedLinear:
+def pack_linear(
+    weight: torch.Tensor, bias: torch.Tensor | None = None, quantization: Quantization = "none"
+) -> PackedLinear:
     out_features, in_features = weight.shape
+    if quantization == "int8":  # the rounded weights, kept like any others
+        quantised, scales = quantise_weight(weight)
+        weight = quantised.float() * scales.unsqueeze(1)
     data = weight.float() if weight.device.type == "cpu" else weight
     return PackedLinear(in_features, out_features, data, None if bias is None else bias.float())
 

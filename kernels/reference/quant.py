@@ -1,4 +1,4 @@
-"""KV in one byte an element: a scale for each vector of one head and token.
+"""KV in one byte an element: a scale for each vector of one head and token; weights likewise.
 
 A vector's scale depends on nothing else, so a block that fills up token by token is never
 quantised again, and a block carries its own scales wherever it is sent.
@@ -10,6 +10,11 @@ import torch
 
 # The largest magnitude that each dtype holds: it is what a vector's largest element becomes.
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+
+
+def quantise_weight(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """weight [N, K] → (int8 [N, K], scales float32 [N]): ``quantise_kv``'s rule for each output."""
+    return quantise_kv(weight, torch.int8)
 
 
 def quantise_kv(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

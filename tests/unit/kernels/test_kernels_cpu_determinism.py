@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from isthmus.kernels import Kernels, select
+from isthmus.kernels.types import Quantization
 from tests.support.paged_kv import PagedCase, paged_case
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -16,13 +17,17 @@ def cpu() -> Kernels:
     return select("cpu", 1, "cpu")
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("depth", "width"), [(576, 100), (1500, 48)])
+@pytest.mark.parametrize(
+    ("dtype", "quantization"),
+    [(torch.float32, "none"), (torch.bfloat16, "none"), (torch.bfloat16, "int8")],
+)
+@pytest.mark.parametrize(("depth", "width"), [(576, 100), (1500, 48), (2101, 20)])
 def test_a_row_of_linear_does_not_depend_on_its_batch(
-    cpu: Kernels, dtype: torch.dtype, depth: int, width: int
+    cpu: Kernels, dtype: torch.dtype, quantization: Quantization, depth: int, width: int
 ) -> None:
     x = torch.randn(230, depth)
-    packed = cpu.pack_linear(torch.randn(width, depth).to(dtype), torch.randn(width))
+    weight, bias = torch.randn(width, depth).to(dtype), torch.randn(width)
+    packed = cpu.pack_linear(weight, bias, quantization)
     whole = cpu.linear(x, packed)
     for size in (1, 2, 3, 5, 6, 7, 16, 24, 25, 100, 229):
         assert torch.equal(cpu.linear(x[:size], packed), whole[:size]), size

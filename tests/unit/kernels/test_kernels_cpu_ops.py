@@ -12,6 +12,8 @@ from isthmus.kernels.tolerances import CACHE_TOLERANCES, Tolerance, assert_close
 from tests.support.paged_kv import paged_case
 
 DTYPES = [torch.float32, torch.bfloat16]
+# Each row is rounded to 14 bits: an error of up to 2^-14 of its largest element in every term.
+INT8_TOLERANCE = Tolerance(rtol=1e-4, atol=1e-3)
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["one-thread", "two-threads"])
@@ -33,6 +35,39 @@ def test_linear_equals_the_reference(
     bias = randn(width, seed=2)
     actual = cpu.linear(x, cpu.pack_linear(weight, bias))
     assert_close("linear", actual, reference.linear(x, reference.pack_linear(weight, bias)))
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 7, 25, 97])
+@pytest.mark.parametrize(("depth", "width"), [(64, 16), (33, 5), (1, 31), (576, 100), (4099, 48)])
+def test_linear_of_int8_weights_equals_the_reference(
+    cpu: Kernels, num_rows: int, depth: int, width: int
+) -> None:
+    x, weight, bias = randn(num_rows, depth), randn(width, depth, seed=1), randn(width, seed=2)
+    packed = cpu.pack_linear(weight * depth**-0.5, bias, "int8")
+    assert packed.num_bytes < (depth + 1) * (width + 15)
+    expected = reference.linear(x, reference.pack_linear(weight * depth**-0.5, bias, "int8"))
+    assert_close("linear", cpu.linear(x, packed), expected, INT8_TOLERANCE)
+
+
+def test_int8_products_stay_exact_at_the_largest_magnitudes(cpu: Kernels) -> None:
+    depth = 2048  # as many as one sum of 32 bits takes
+    packed = cpu.pack_linear(torch.full((16, depth), 0.5), None, "int8")
+    x = torch.full((2, depth), 3.0)
+    x[1] = -3.0
+    expected = torch.tensor([1.5, -1.5])[:, None].expand(2, 16) * depth
+    assert_close("linear", cpu.linear(x, packed), expected)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("column", [0, 19])
+def test_a_row_that_is_not_finite_has_no_int8_products(
+    cpu: Kernels, value: float, column: int
+) -> None:
+    x = randn(3, 20)
+    x[1, column] = value
+    out = cpu.linear(x, cpu.pack_linear(randn(5, 20), None, "int8"))
+    assert out[1].isnan().all()
+    assert out[[0, 2]].isfinite().all()
 
 
 def test_linear_without_bias_adds_nothing(cpu: Kernels) -> None:

@@ -9,6 +9,7 @@ import torch
 
 from isthmus.kernels import Kernels, PackedLinear, reference, select
 from isthmus.kernels.decoder import DecoderTensors, fuse
+from isthmus.kernels.types import Quantization
 
 HIDDEN, FFN, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 48, 72, 6, 2, 32, 101
 BLOCK_SIZE, EPS = 16, 1e-5
@@ -36,7 +37,13 @@ class Step:
     logits_index: torch.Tensor
 
 
-def decoder(kernels: Kernels, *, has_head_norms: bool, windows: list[int | None]) -> DecoderTensors:
+def decoder(
+    kernels: Kernels,
+    *,
+    has_head_norms: bool,
+    windows: list[int | None],
+    quantization: Quantization = "none",
+) -> DecoderTensors:
     generator = torch.Generator().manual_seed(1)
 
     def randn(*shape: int) -> torch.Tensor:
@@ -44,7 +51,7 @@ def decoder(kernels: Kernels, *, has_head_norms: bool, windows: list[int | None]
 
     def linear(width: int, depth: int) -> PackedLinear:
         weight = randn(width, depth) * depth**-0.5
-        return kernels.pack_linear(weight.bfloat16(), randn(width))
+        return kernels.pack_linear(weight.bfloat16(), randn(width), quantization)
 
     def layer() -> Layer:
         return Layer(
@@ -130,12 +137,18 @@ def op_by_op(
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
 @pytest.mark.parametrize("has_head_norms", [False, True])
+@pytest.mark.parametrize("quantization", ["none", "int8"])
 @pytest.mark.parametrize("windows", [[None, None, None], [24, None]])
 def test_a_fused_decoder_gives_the_bits_of_its_ops(
-    num_threads: int, has_head_norms: bool, windows: list[int | None]
+    num_threads: int,
+    has_head_norms: bool,
+    quantization: Quantization,
+    windows: list[int | None],
 ) -> None:
     kernels = select("cpu", 1, "cpu")
-    tensors = decoder(kernels, has_head_norms=has_head_norms, windows=windows)
+    tensors = decoder(
+        kernels, has_head_norms=has_head_norms, windows=windows, quantization=quantization
+    )
     fused = fuse(select("cpu", num_threads, "cpu"), tensors)
     assert fused is not None
     inputs, num_blocks = steps()
