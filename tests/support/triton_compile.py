@@ -27,7 +27,7 @@ from isthmus.kernels import triton as kernels_triton
 from isthmus.kernels.triton.compilation import SM_80, SM_90, SM_100, CompileCase
 
 ROOT = Path(__file__).resolve().parents[2]
-DEADLINE_S = 240.0
+DEADLINE_S = 570.0
 LARGEST_SHARED_BYTES = {SM_80: 163 * 1024, SM_90: 227 * 1024, SM_100: 227 * 1024}
 """Of one thread block; CUDA C++ Programming Guide, table of technical specifications."""
 
