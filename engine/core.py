@@ -36,7 +36,7 @@ from isthmus.engine.kv_store import KvStore, count_blocks, layout_of
 from isthmus.engine.models.types import LanguageModel
 from isthmus.engine.owners import BlockOwners
 from isthmus.engine.runner import StepTokens
-from isthmus.engine.runners import RunnerOf, make_runner, measured_kv_bytes
+from isthmus.engine.runners import RunnerOf, is_asynchronous, make_runner, measured_kv_bytes
 from isthmus.engine.sampler import Sampled, SampledToken
 from isthmus.engine.scheduler import Scheduler, StepPlan
 from isthmus.engine.sequence import SeqStatus, Sequence
@@ -401,15 +401,6 @@ class EngineCore:
         weight = _STEP_MS_WEIGHT if self._num_steps else 1.0
         self._step_ms += weight * (elapsed_ms - self._step_ms)
         self._num_steps += 1
-
-
-def is_asynchronous(config: EngineConfig) -> bool:
-    """Whether the next step is planned while one runs. Where the thread that would plan is the one
-    that computes, or that talks to other ranks, it would gain nothing, and cost what is computed
-    for nothing when a sequence stops."""
-    if config.async_scheduling == "auto":
-        return config.device.partition(":")[0] != "cpu" and config.tp_size == 1
-    return config.async_scheduling == "on"
 
 
 def _update(

@@ -1,4 +1,4 @@
-"""Which runner an engine gets, and what memory its device has for KV blocks."""
+"""What an engine's device decides: its runner, whether it plans ahead, its memory for KV blocks."""
 
 from __future__ import annotations
 
@@ -54,3 +54,12 @@ def measured_kv_bytes(model: LanguageModel, config: EngineConfig) -> int:
     kernels = select(config.device, config.num_threads, overrides=config.kernels)
     layout = layout_of(model.spec, config.block_size)
     return measure_kv_bytes(model, kernels, config, layout, device)
+
+
+def is_asynchronous(config: EngineConfig) -> bool:
+    """Whether the next step is planned while one runs. Where the thread that would plan is the one
+    that computes, or that talks to other ranks, it would gain nothing, and cost what is computed
+    for nothing when a sequence stops."""
+    if config.async_scheduling == "auto":
+        return config.device.partition(":")[0] != "cpu" and config.tp_size == 1
+    return config.async_scheduling == "on"

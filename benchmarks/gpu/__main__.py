@@ -69,7 +69,9 @@ def run_numerics() -> list[Check]:
     """Each in a process of its own, on several cores: most of the time goes to compiling."""
     checks = []
     for name, arguments in NUMERICS.items():
-        command = [sys.executable, "-m", "pytest", "-q", "-n", "8", "--timeout", "120", *arguments]
+        # Warnings of whatever torch and Triton are there say nothing of numerics.
+        options = ["-q", "-n", "8", "--timeout", "120", "-W", "default"]
+        command = [sys.executable, "-m", "pytest", *options, *arguments]
         try:
             done = subprocess.run(
                 command,
