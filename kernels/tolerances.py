@@ -35,8 +35,8 @@ CACHE_TOLERANCES: dict[torch.dtype, Tolerance] = {
     torch.bfloat16: Tolerance(rtol=2**-7, atol=1e-6),
 }
 
-# Attention whose weights are rounded to the dtype, as the matrix units take them: an error of half a
-# step of each weight, which the sum of the weights, 1, averages over values of unit variance.
+# Attention whose weights are rounded to the dtype, as the matrix units take them: an error of half
+# a step of each weight, which the sum of the weights, 1, averages over values of unit variance.
 PRODUCT_TOLERANCES: dict[torch.dtype, Tolerance] = {
     torch.float16: Tolerance(rtol=2**-9, atol=2**-9),
     torch.bfloat16: Tolerance(rtol=2**-6, atol=2**-6),

@@ -163,9 +163,7 @@ class Kernels(Protocol):
         """
         ...
 
-    def quantise_kv(
-        self, x: torch.Tensor, dtype: torch.dtype
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def quantise_kv(self, x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """x [..., D] → ([..., D] of ``dtype``, scales float32 [...]); x ≈ quantised · scale.
 
         dtype is int8 or float8_e4m3fn. A scale brings its vector's largest element to the
