@@ -30,8 +30,8 @@ MAX_SPLITS = 128
 # A split's fixed costs (its queries, its first loads, its partial result) are those of reading
 # some dozens of keys.
 MIN_SPLIT_TOKENS = 256
-# Enough programs to fill every multiprocessor with as many as fit (four or so), and enough beyond
-# that for long sequences to even out against short ones.
+# Enough programs to fill every multiprocessor with as many as fit (three), and enough beyond that
+# for long sequences to even out against short ones.
 PROGRAMS_PER_SM = 8
 _MERGED_AT_ONCE = 16
 
@@ -55,21 +55,21 @@ def plan_decode(call: AttentionCall) -> DecodePlan:
 def _plan_of(splits: int, d_tile: int, element_bytes: int) -> DecodePlan:
     """By Little's law a multiprocessor needs some 40 KiB on their way to it (36 bytes a nanosecond
     on an H200, about a microsecond under load). Each program has stages − 1 tiles of keys and
-    values on their way: 64 KiB, so that three programs fit, or 48 KiB of elements of one byte.
-    To unpack those takes registers and time, hence twice the warps.
+    values on their way: 64 KiB, so that three programs fit; of elements of one byte 32 KiB, as
+    to unpack those takes registers and time, hence twice the warps and two programs.
     """
     if element_bytes == 1:
         tile_tokens = max(32, min(64, 8192 // d_tile))
-        return DecodePlan(splits, MIN_SPLIT_TOKENS, tile_tokens, num_warps=8, num_stages=4)
+        return DecodePlan(splits, MIN_SPLIT_TOKENS, tile_tokens, num_warps=8, num_stages=3)
     tile_tokens = max(16, min(128, 16384 // (d_tile * element_bytes)))
     return DecodePlan(splits, MIN_SPLIT_TOKENS, tile_tokens, num_warps=4, num_stages=3)
 
 
 def num_splits(num_sequences: int, num_kv_heads: int, max_seq_len: int, num_sms: int) -> int:
-    """Into how many splits each sequence's keys are cut: a power of two.
+    """Into how many splits each sequence's keys are cut at most: a power of two.
 
-    The smallest one with PROGRAMS_PER_SM programs on each multiprocessor, but none so large that
-    a split of the longest sequence has fewer than MIN_SPLIT_TOKENS tokens.
+    The smallest one with PROGRAMS_PER_SM programs on each multiprocessor, or that cuts the longest
+    sequence into splits of MIN_SPLIT_TOKENS; shorter sequences are cut into fewer of that size.
     """
     wanted = triton.cdiv(PROGRAMS_PER_SM * num_sms, max(1, num_sequences * num_kv_heads))
     useful = max(1, max_seq_len // MIN_SPLIT_TOKENS)

@@ -20,6 +20,7 @@ _TILE_ELEMENTS = 4096  # 32 a thread: four vectors of 16 bytes and more in fligh
 # the addition itself rounds to the nearest even integer.
 _ROUND = tl.constexpr(12582912.0)
 _E4M3_LARGEST = tl.constexpr(LARGEST[torch.float8_e4m3fn])
+_TWO_TO_120 = tl.constexpr(2.0**120)
 _INT8_LARGEST = tl.constexpr(LARGEST[torch.int8])
 
 
@@ -68,6 +69,10 @@ def unpack(x, DTYPE: tl.constexpr):
     """
     if x.dtype == tl.uint8:
         wide = x.to(tl.uint16)
+        if DTYPE == tl.bfloat16:  # noqa: SIM300 - as it reads
+            # As a bfloat16 the bits mean 2⁻¹²⁰ of the number: its exponent's bias is 127, not 7.
+            bits = ((wide & 0x80) << 8) | ((wide & 0x7F) << 4)
+            return bits.to(tl.bfloat16, bitcast=True) * _TWO_TO_120
         # As a float16 the bits mean 2⁻⁸ of the number: its exponent's bias is 15, not 7.
         half = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
         return (half.to(tl.float16, bitcast=True) * 256.0).to(DTYPE)
