@@ -18,11 +18,18 @@ from dataclasses import dataclass
 import torch
 
 from isthmus.kernels import Kernels, PackedLinear, select
+from isthmus.kernels.decoder import DecoderTensors, fuse
 from isthmus.kernels.memory import zeros_in_huge_pages
+from isthmus.kernels.types import Quantization
 
 HIDDEN, FFN, HEADS, KV_HEADS, HEAD_DIM, LAYERS, VOCAB = 576, 1536, 9, 3, 64, 30, 49152
 BLOCK_SIZE = 16
 EPS = 1e-5
+WEIGHTS: dict[str, tuple[torch.dtype, Quantization]] = {
+    "bfloat16": (torch.bfloat16, "none"),
+    "int8": (torch.bfloat16, "int8"),
+    "float32": (torch.float32, "none"),
+}
 
 
 @dataclass(frozen=True)
@@ -54,24 +61,31 @@ class Bench:
 
 @dataclass(frozen=True)
 class Layer:
-    norm: torch.Tensor
+    attention_norm: torch.Tensor
+    ffn_norm: torch.Tensor
     qkv: PackedLinear
-    out: PackedLinear
+    output: PackedLinear
     gate_up: PackedLinear
     down: PackedLinear
+    query_norm: torch.Tensor | None = None
+    key_norm: torch.Tensor | None = None
 
 
 class Model:
     """A forward pass over random weights, through one implementation of the kernels."""
 
-    def __init__(self, kernels: Kernels, dtype: torch.dtype, num_blocks: int) -> None:
+    def __init__(self, kernels: Kernels, weights: str, num_blocks: int) -> None:
+        dtype, quantization = WEIGHTS[weights]
+
         def pack(width: int, depth: int) -> PackedLinear:
-            return kernels.pack_linear((torch.randn(width, depth) * depth**-0.5).to(dtype))
+            weight = (torch.randn(width, depth) * depth**-0.5).to(dtype)
+            return kernels.pack_linear(weight, None, quantization)
 
         self.kernels = kernels
         qkv_width = (HEADS + 2 * KV_HEADS) * HEAD_DIM
         self.layers = [
             Layer(
+                torch.ones(HIDDEN),
                 torch.ones(HIDDEN),
                 pack(qkv_width, HIDDEN),
                 pack(HIDDEN, HIDDEN),
@@ -85,16 +99,31 @@ class Model:
         self.kv = zeros_in_huge_pages(
             (num_blocks, LAYERS, 2, KV_HEADS, BLOCK_SIZE, HEAD_DIM), dtype
         ).normal_()
+        self.fused = fuse(
+            kernels,
+            DecoderTensors(
+                layers=self.layers,
+                windows=[None] * LAYERS,
+                final_norm=self.layers[0].ffn_norm,
+                lm_head=self.lm_head,
+                cos_sin=self.cos_sin,
+                num_heads=HEADS,
+                scale=HEAD_DIM**-0.5,
+                norm_eps=EPS,
+            ),
+        )
 
     @property
     def weight_bytes(self) -> int:
-        linears = [p for x in self.layers for p in (x.qkv, x.out, x.gate_up, x.down)]
+        linears = [p for x in self.layers for p in (x.qkv, x.output, x.gate_up, x.down)]
         return sum(packed.num_bytes for packed in (*linears, self.lm_head))
 
     def step(self, batch: Batch) -> torch.Tensor:
         ops = self.kernels
-        residual = batch.hidden
-        normed = ops.rms_norm(residual, self.layers[0].norm, EPS)
+        residual = batch.hidden.clone()
+        if self.fused is not None:
+            return self.fused(residual, batch, self.kv)
+        normed = ops.rms_norm(residual, self.layers[0].attention_norm, EPS)
         for index, layer in enumerate(self.layers):
             heads = ops.linear(normed, layer.qkv).view(-1, HEADS + 2 * KV_HEADS, HEAD_DIM)
             q, k, v = heads.split([HEADS, KV_HEADS, KV_HEADS], dim=1)
@@ -106,11 +135,11 @@ class Model:
                 HEAD_DIM**-0.5,
             )
             normed, residual = ops.add_rms_norm(
-                ops.linear(attended, layer.out), residual, layer.norm, EPS
+                ops.linear(attended, layer.output), residual, layer.ffn_norm, EPS
             )
             activated = ops.silu_mul(ops.linear(normed, layer.gate_up))
             normed, residual = ops.add_rms_norm(
-                ops.linear(activated, layer.down), residual, layer.norm, EPS
+                ops.linear(activated, layer.down), residual, layer.attention_norm, EPS
             )
         return ops.linear(normed[batch.logits_index], self.lm_head)
 
@@ -147,25 +176,27 @@ def make_batch(num_sequences: int, query_len: int, seq_len: int) -> Batch:
 
 def run_ops(bench: Bench, bandwidth: float) -> None:
     print(f"\n{'op':<44}{'ours':>10}{'torch':>10}{'ratio':>8}   rate")
-    for dtype in (torch.bfloat16, torch.float32):
+    for weights in WEIGHTS:
         for rows in (1, 4, 16):
-            run_linear(bench, bandwidth, dtype, rows, VOCAB)
-        run_linear(bench, bandwidth, dtype, 512, 2 * FFN)
+            run_linear(bench, bandwidth, weights, rows, VOCAB)
+        run_linear(bench, bandwidth, weights, 512, 2 * FFN)
     for sequences, query, context in ((1, 1, 1024), (16, 1, 1024), (1, 512, 512), (1, 512, 2048)):
         run_attention(bench, sequences, query, context)
     for rows in (1, 512):
         run_small_ops(bench, rows)
 
 
-def run_linear(bench: Bench, bandwidth: float, dtype: torch.dtype, rows: int, width: int) -> None:
+def run_linear(bench: Bench, bandwidth: float, weights: str, rows: int, width: int) -> None:
+    dtype, quantization = WEIGHTS[weights]
     weight, x = torch.randn(width, HIDDEN).to(dtype), torch.randn(rows, HIDDEN)
-    packed, plain = bench.ours.pack_linear(weight), bench.torch_ops.pack_linear(weight)
+    packed = bench.ours.pack_linear(weight, None, quantization)
+    plain = bench.torch_ops.pack_linear(weight, None, quantization)
     times = bench.best_of(
         lambda: bench.ours.linear(x, packed), lambda: bench.torch_ops.linear(x, plain)
     )
     flops, rate = 2 * rows * HIDDEN * width / times[0], packed.num_bytes / times[0]
     note = f"{flops / 1e9:.1f} GFLOP/s, weights at {rate / 1e9:.1f} GB/s"
-    name = f"linear {dtype_name(dtype)} [{rows}, {HIDDEN}] x {width}"
+    name = f"linear {weights} [{rows}, {HIDDEN}] x {width}"
     report(name, times, f"{note} ({rate / bandwidth:.0%} of reading)")
 
 
@@ -196,11 +227,11 @@ def run_steps(bench: Bench, bandwidth: float) -> None:
         *((f"prefill of {n} tokens", make_batch(1, n, n)) for n in (128, 512, 2048)),
     ]
     num_blocks = max(batch.block_table.numel() for _, batch in steps)
-    for dtype in (torch.bfloat16, torch.float32):
-        ours = Model(bench.ours, dtype, num_blocks)
-        plain = Model(bench.torch_ops, dtype, num_blocks)
+    for weights in WEIGHTS:
+        ours = Model(bench.ours, weights, num_blocks)
+        plain = Model(bench.torch_ops, weights, num_blocks)
         for name, batch in steps:
-            run_step(bench, bandwidth, f"{name}, {dtype_name(dtype)}", ours, plain, batch)
+            run_step(bench, bandwidth, f"{name}, {weights}", ours, plain, batch)
 
 
 def run_step(
@@ -213,10 +244,6 @@ def run_step(
         rate = ours.weight_bytes / times[0]
         note += f", weights at {rate / 1e9:.1f} GB/s ({rate / bandwidth:.0%} of reading)"
     report(name, times, note)
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def report(name: str, times: list[float], note: str = "") -> None:
