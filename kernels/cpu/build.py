@@ -34,7 +34,7 @@ class BuildError(Exception):
 
 
 def build_library(cache_dir: Path | None = None) -> Path:
-    """The compiled library; compiles it (some seconds) unless it is in the cache.
+    """The compiled library; compiles it (about half a minute) unless it is in the cache.
 
     Raises BuildError.
     """
