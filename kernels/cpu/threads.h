@@ -14,7 +14,9 @@
 
 namespace isthmus {
 
-constexpr int kSpins = 4000;  // some tens of microseconds
+constexpr int kSpins = 200;  // some microseconds
+// Whoever is waited for may need this very core, when other processes have the rest.
+constexpr int kYields = 100;
 
 inline void relax() {
 #if defined(__x86_64__) || defined(__i386__)
@@ -68,9 +70,9 @@ class Team {
       if (size_ > 1) open_next_round(round + 1);
       return;
     }
-    for (int i = 0; i < kSpins; i++) {
+    for (int i = 0; i < kSpins + kYields; i++) {
       if (round_.load(std::memory_order_acquire) != round) return;
-      relax();
+      i < kSpins ? relax() : std::this_thread::yield();
     }
     std::unique_lock<std::mutex> lock(mutex_);
     opened_.wait(lock, [&] { return round_.load(std::memory_order_acquire) != round; });
