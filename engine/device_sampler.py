@@ -23,7 +23,7 @@ from isthmus.common.types import SamplingParams, TokenLogprob
 from isthmus.engine.batch import PromptRows, StepInput
 from isthmus.engine.penalty_tables import PenaltyTables
 from isthmus.engine.philox import uniforms
-from isthmus.engine.sampler import Sampled, SampledToken, unusable
+from isthmus.engine.sampler import Sampled, SampledToken, unusable, usable_temperature
 from isthmus.engine.sequence import Sequence
 from isthmus.engine.staging import Buffer, Readback, Staging
 from isthmus.engine.stop_rules import must_not_stop_yet
@@ -176,7 +176,9 @@ class DeviceSampler:
         tops = [p.logprobs for p in params if p.logprobs is not None]
         return _Batch(
             sampled=step.sampled,
-            temperature=put("temperature", np.array([p.temperature for p in params], np.float32)),
+            temperature=put(
+                "temperature", np.array([*map(usable_temperature, params)], np.float32)
+            ),
             top_k=put("top_k", np.array([min(p.top_k, _MOST_INT32) for p in params], np.int32)),
             top_p=put("top_p", np.array([p.top_p for p in params], np.float64)),
             min_p=put("min_p", np.array([p.min_p for p in params], np.float32)),

@@ -168,9 +168,16 @@ def _adjusted(logits: Logits, sequence: Sequence, position: int) -> Logits:
     return logits
 
 
+def usable_temperature(sampling: SamplingParams) -> float:
+    """0 when greedy, else the nearest temperature that float32 can divide by."""
+    if sampling.is_greedy:
+        return 0.0
+    return min(max(sampling.temperature, _LEAST_TEMPERATURE), _MOST_TEMPERATURE)
+
+
 def draw_token(logits: Logits, sampling: SamplingParams, draw: float) -> int:
     """The token at ``draw`` ∈ [0, 1) of the filtered distribution."""
-    temperature = np.float32(min(max(sampling.temperature, _LEAST_TEMPERATURE), _MOST_TEMPERATURE))
+    temperature = np.float32(usable_temperature(sampling))
     with np.errstate(over="ignore"):  # a tiny temperature makes −inf, which is weight 0
         scaled = (logits - logits.max()) / temperature
     weights = np.exp(scaled)  # unnormalised, the largest is 1

@@ -28,6 +28,7 @@ SAMPLING: list[dict[str, object]] = [
     {"repetition_penalty": 1.6},
     {"temperature": 1.0, "seed": 9, "logit_bias": ((7, 3.0), (9, -2.0), (7, 1.0))},
     {"temperature": 1.0, "seed": 4, "logprobs": 3},
+    {"temperature": 1e-60, "seed": 6},  # below what float32 holds: still a draw
     {"logprobs": 0, "repetition_penalty": 1.2},
 ]
 
