@@ -56,7 +56,11 @@ def hashes_of(token_ids: list[int]) -> tuple[BlockHash, ...]:
 
 def make_query(num_tokens: int = 320, name: str = "r", **changes: Any) -> RouteQuery:
     query = RouteQuery(
-        RequestId(name), "m", num_tokens, (hashes_of(list(range(num_tokens))),), max_output_tokens=64
+        RequestId(name),
+        "m",
+        num_tokens,
+        (hashes_of(list(range(num_tokens))),),
+        max_output_tokens=64,
     )
     return replace(query, **changes)
 
