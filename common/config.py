@@ -10,10 +10,10 @@ import difflib
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from isthmus.common.errors import ConfigError
 
@@ -23,6 +23,11 @@ DTypeName = Literal["auto", "float32", "bfloat16"]
 
 class Node(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+
+def _unquoted(value: object) -> object:
+    """YAML takes a bare ``on`` or ``off`` for a truth value."""
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
 
 class ModelConfig(Node):
@@ -69,7 +74,7 @@ class EngineConfig(Node):
     tp_timeout_ms: int = Field(
         30_000, ge=1, description="longest wait of one rank for another within a step"
     )
-    async_scheduling: Literal["auto", "on", "off"] = Field(
+    async_scheduling: Annotated[Literal["auto", "on", "off"], BeforeValidator(_unquoted)] = Field(
         "auto", description="plan the next step while one runs; auto = on a GPU only"
     )
     cuda_graphs: bool = Field(
@@ -212,6 +217,16 @@ class ClusterConfig(Node):
                     f"{role}.engine.tp_size ({pool.engine.tp_size}) must be 1: KV goes between "
                     "instances of one rank only; use mixed instances, with mixed.engine.tp_size"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _int8_runs_on_cpus(self) -> ClusterConfig:
+        devices = {pool.engine.device for pool in (self.prefill, self.decode, self.mixed)}
+        other = sorted(device for device in devices if not device.startswith("cpu"))
+        if self.model.quantization == "int8" and other:
+            raise ValueError(
+                f"model.quantization int8 runs on the CPU only, and device is {other[0]}"
+            )
         return self
 
     @model_validator(mode="after")

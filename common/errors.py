@@ -25,7 +25,8 @@
     │   ├── HandshakeError             502
     │   ├── LayoutMismatchError        502
     │   ├── ChecksumError              502  what arrived is not what was sent
-    │   └── TransferTimeoutError       504
+    │   ├── TransferTimeoutError       504
+    │   └── PrefillFailedError         502  final: the operator wants no other attempt
     ├── ModelError                     500  a model cannot be loaded
     │   ├── ModelFileError
     │   ├── UnknownArchitectureError
@@ -196,6 +197,11 @@ class TransferTimeoutError(TransferError):
     grpc_status = "DEADLINE_EXCEEDED"
     http_status = 504
     openai_type = "timeout_error"
+
+
+class PrefillFailedError(TransferError):
+    code = "prefill_failed"
+    retryable = False
 
 
 class ModelError(IsthmusError):

@@ -26,7 +26,12 @@ from dataclasses import replace
 from enum import Enum
 
 from isthmus.common.clock import NS_PER_S
-from isthmus.common.errors import DeadlineError, InternalError, IsthmusError
+from isthmus.common.errors import (
+    DeadlineError,
+    InternalError,
+    IsthmusError,
+    PrefillFailedError,
+)
 from isthmus.common.logging import get_logger
 from isthmus.common.prefill import PrefillFirstToken
 from isthmus.common.state_machine import Transitions
@@ -225,9 +230,15 @@ class Generation:
             reason=error.message,
             remedy=remedy.value,
         )
-        if remedy is Remedy.FAIL:
+        if remedy is not Remedy.FAIL:
+            return remedy
+        if policy is not Remedy.FAIL:
             raise error
-        return remedy
+        raise PrefillFailedError(  # final: whoever asked must not try elsewhere either
+            f"{error.message}; transfer.on_failure is fail",
+            stage=error.stage or self.state.value,
+            instance_id=source.instance_id,
+        ) from error
 
     async def _prefill_again(self) -> None:
         """Asks the decision's other prefill instance; computes the prompt here when that fails."""

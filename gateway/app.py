@@ -76,7 +76,7 @@ def build_gateway(
 
 
 def create_app(gateway: Gateway) -> FastAPI:
-    app = FastAPI(title="Isthmus", docs_url="/docs", redoc_url=None)
+    app = FastAPI(title="Isthmus", docs_url="/docs", redoc_url=None, redirect_slashes=False)
     app.state.gateway = gateway
     for routes in (completions, models, tokens, operations):
         app.include_router(routes.router)

@@ -35,7 +35,7 @@ MAX_STOPS = 16
 MAX_LOGPROBS = 20
 MAX_FIELDS = 256
 MAX_MESSAGES = 16_384
-MAX_LOGIT_BIAS = 65_536
+MAX_LOGIT_BIAS = 1_024  # each costs time in every step of every choice
 # Bounded: Python refuses to read a number of thousands of digits.
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
 _UNSET: tuple[Any, ...] = (None, [], {}, False)

@@ -362,6 +362,7 @@ async def test_other_errors_have_openais_shape_too(gateway: RunningGateway) -> N
     async with gateway.http() as client:
         for method, path, status, code in (
             ("GET", "/nothing", 404, "unknown_route"),
+            ("POST", "/v1/completions/", 404, "unknown_route"),
             ("GET", "/v1/models/other", 404, "model_not_found"),
             ("GET", "/v1/chat/completions", 405, "method_not_allowed"),
             ("DELETE", "/v1/models", 405, "method_not_allowed"),

@@ -258,7 +258,8 @@ async def test_the_operator_may_want_no_second_attempt(policy: str) -> None:
         answer, alternate = await run_with_alternate(pair, "")
         if policy == "fail":
             assert answer.failed is not None
-            assert answer.failed.error.code == "transfer_failed"
+            assert answer.failed.error.code == "prefill_failed"
+            assert not answer.failed.error.retryable
         else:
             assert_fell_back(answer, await pair.local(max_tokens=9))
         assert remedies("transfer_failed") == {**before, policy: before[policy] + 1}

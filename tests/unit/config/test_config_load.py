@@ -130,3 +130,15 @@ def test_ranks_are_refused_where_kv_would_have_to_travel(role: str) -> None:
         load_config(overrides=pools, environ={})
     assert caught.value.message.startswith(f"{role}.engine.tp_size (2) must be 1: KV goes between")
     assert load_config(overrides={"mixed": pools[role]}, environ={}).mixed.engine.tp_size == 2
+
+
+@pytest.mark.parametrize(("written_as", "meant"), [("on", "on"), ("off", "off"), ('"on"', "on")])
+def test_a_bare_on_or_off_is_no_truth_value(tmp_path: Path, written_as: str, meant: str) -> None:
+    text = f"mixed: {{engine: {{async_scheduling: {written_as}}}}}\n"
+    assert load_config(written(tmp_path, text), environ={}).mixed.engine.async_scheduling == meant
+
+
+def test_int8_weights_are_refused_on_another_device(tmp_path: Path) -> None:
+    text = "model: {quantization: int8}\nmixed: {engine: {device: 'cuda:0'}}\n"
+    with pytest.raises(ConfigError, match="int8 runs on the CPU only, and device is cuda:0"):
+        load_config(written(tmp_path, text), environ={})
