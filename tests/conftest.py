@@ -64,9 +64,20 @@ async def no_leaked_tasks() -> AsyncIterator[None]:
 
 
 def is_grpcs(task: asyncio.Task[object]) -> bool:
-    """gRPC waits for a cancelled call's status in a task of its own, however long a dead peer's
-    socket takes to tell it."""
-    return "_handle_status_once_received" in repr(task.get_coro())
+    """gRPC waits in tasks of its own for what a dead peer's socket takes long to tell, or never
+    tells a server that has stopped: a cancelled call's status, and the end of sending an answer."""
+    names = _awaited(task.get_coro())
+    return "execute_batch" in names or "_handle_status_once_received" in repr(task.get_coro())
+
+
+def _awaited(coroutine: object) -> list[str]:
+    """Names of a coroutine and of those that it waits for, as far as they can be looked into. gRPC
+    wraps a servicer's method in something that cannot, so what a method waits for is never here."""
+    names = []
+    while coroutine is not None:
+        names.append(getattr(coroutine, "__name__", ""))
+        coroutine = getattr(coroutine, "cr_await", None)
+    return names
 
 
 def _expect_none(left: Callable[[], set[object]], what: str) -> None:
