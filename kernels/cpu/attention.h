@@ -7,7 +7,7 @@
 
 namespace isthmus {
 
-// Mirrors `AttentionParts` of library.py, field by field.
+// Mirrors `AttentionParts` of binding.py, field by field.
 struct AttentionParts {
   const int32_t* query_start;  // [S + 1]
   const int32_t* seq_lens;     // [S]

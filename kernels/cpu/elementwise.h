@@ -6,7 +6,7 @@
 
 namespace isthmus {
 
-// Mirrors `RopeParts` of library.py, field by field.
+// Mirrors `RopeParts` of binding.py, field by field.
 struct RopeParts {
   const float* cos_sin;  // [P, D]: cosines, then sines
   const int64_t* positions;

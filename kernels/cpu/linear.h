@@ -16,7 +16,7 @@ namespace isthmus {
 
 enum WeightType : int32_t { kFloat32 = 0, kBfloat16 = 1, kInt8 = 2 };
 
-// Mirrors the structure of library.py, field by field.
+// Mirrors the structure of binding.py, field by field.
 struct LinearParts {
   const void* panels;
   const float* bias;    // [⌈N/16⌉ · 16]

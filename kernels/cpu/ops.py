@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from isthmus.kernels import reference
+from isthmus.kernels.cpu.binding import NO_WINDOW, load_library
 from isthmus.kernels.cpu.build import build_library
-from isthmus.kernels.cpu.library import NO_WINDOW, load_library
 from isthmus.kernels.cpu.parts import attention_parts, layer_address, linear_parts, rope_parts
 from isthmus.kernels.cpu.step import CpuDecoderStep
 from isthmus.kernels.memory import HugePageArena

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from isthmus.kernels.cpu.library import AttentionParts, LinearParts, RopeParts
+from isthmus.kernels.cpu.binding import AttentionParts, LinearParts, RopeParts
 from isthmus.kernels.types import PackedLinear
 
 _WEIGHT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}  # WeightType of linear.h

@@ -8,7 +8,7 @@
 #include "linear.h"
 #include "threads.h"
 
-// What follows mirrors the structures of the same names in library.py, field by field.
+// What follows mirrors the structures of the same names in binding.py, field by field.
 namespace isthmus {
 
 struct LayerParts {

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from isthmus.kernels.cpu.library import NO_WINDOW, DecoderParts, LayerParts, Library, StepParts
+from isthmus.kernels.cpu.binding import NO_WINDOW, DecoderParts, LayerParts, Library, StepParts
 from isthmus.kernels.cpu.parts import attention_parts, layer_address, linear_parts, rope_parts
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import torch
 
 from isthmus.kernels import reference, registry
 from isthmus.kernels.cpu import BuildError, build
-from isthmus.kernels.cpu.library import load_library
+from isthmus.kernels.cpu.binding import load_library
 
 FAKE_COMPILER = """#!/bin/sh
 if [ "$1" = "--version" ]; then echo "fake {version}"; exit 0; fi
