@@ -12,7 +12,8 @@ ARGS ?=
 TEST_WORKERS ?= 2
 
 PY := $(VENV)/bin/python
-# `make gpu` takes a Python that has torch for CUDA, Triton and pytest; it installs nothing.
+# `make gpu` takes a Python that has torch for CUDA, Triton, pytest and what Isthmus needs; it
+# installs nothing.
 GPU_PYTHON ?= $(PY)
 RUN := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(PY)
 SETUP := sh deploy/dev/setup.sh

@@ -6,6 +6,7 @@ it writes depends on the version of Triton, whose compiler and ptxas they are.
 
 from __future__ import annotations
 
+import argparse
 import sys
 from importlib.metadata import version
 from itertools import groupby
@@ -52,6 +53,7 @@ def _row(kernel: CompiledKernel) -> str:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__).parse_args()
     compiled = compile_all()
     failures = [kernel for kernel in compiled if kernel.error]
     for kernel in failures:

@@ -10,21 +10,18 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import psutil
-
 from benchmarks.cluster import MODEL_NAME, OUT, free_port, serve, wait_for
 from benchmarks.export_model import export
 from benchmarks.load import Figures, run_load
+from benchmarks.machine import ForeignCpu
 from benchmarks.peers import vllm_pair
 
 HERE = Path(__file__).parent
@@ -61,37 +58,13 @@ def vllm(model: Path, logs: Path, venv: Path, dtype: str) -> Iterator[str]:
             vllm_pair.stop_server(server)
 
 
-class ForeignCpu:
-    """Share of one core that processes outside our own tree used since the start."""
-
-    def __init__(self) -> None:
-        self.started = time.monotonic()
-        self.before = self._foreign_seconds()
-
-    def share(self) -> float:
-        elapsed = time.monotonic() - self.started
-        return max(0.0, self._foreign_seconds() - self.before) / elapsed
-
-    @staticmethod
-    def _foreign_seconds() -> float:
-        total = 0.0
-        ours = {os.getpid()} | {p.pid for p in psutil.Process().children(recursive=True)}
-        for process in psutil.process_iter(["pid", "cpu_times", "cmdline"]):
-            line = " ".join(process.info["cmdline"] or ())
-            is_ours = process.info["pid"] in ours or "isthmus" in line or "ray" in line
-            times = process.info["cpu_times"]
-            if times is not None and not is_ours and "vllm" not in line.lower():
-                total += times.user + times.system
-        return total
-
-
 async def measure(url: str, seed: int, longest: int) -> dict[str, float]:
     """The figures of one side, one round; prompts of up to ``longest`` tokens."""
     common = {"vocab": VOCAB, "model": MODEL_NAME, "url": url}
     await run_load(
         **common, concurrency=2, num_requests=4, prompt_tokens=64, max_tokens=16, seed=seed
     )
-    figures: dict[str, float] = {}
+    figures: dict[str, float] = {"errors": 0}
     noise = ForeignCpu()
     for length, count in ((128, 8), (512, 3), (2048, 2)):
         if length > longest:
@@ -101,11 +74,12 @@ async def measure(url: str, seed: int, longest: int) -> dict[str, float]:
             seed=seed + length,
         )  # fmt: skip
         figures[f"ttft_ms_{length}"] = run.ttft_ms
-        figures["errors"] = figures.get("errors", 0) + run.num_errors
+        figures["errors"] += run.num_errors
     alone: Figures = await run_load(
         **common, concurrency=1, num_requests=2, prompt_tokens=128, max_tokens=128, seed=seed + 1
     )
     figures["tpot_ms_alone"] = alone.tpot_ms
+    figures["errors"] += alone.num_errors
     for concurrency in (4, 16):
         run = await run_load(
             **common, concurrency=concurrency, num_requests=max(8, concurrency), prompt_tokens=128,
@@ -147,6 +121,9 @@ def main() -> None:
     model = export(args.model_dir.resolve())
     out = OUT / "pair.json"
     results: dict[str, list[dict[str, float]]] = {"isthmus": [], "vllm": []}
+    if args.only and out.exists():  # the other side keeps what it has shown
+        results |= json.loads(out.read_text())
+        results[args.only] = []
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         for number in range(args.rounds):
             seed = 1000 * number

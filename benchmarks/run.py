@@ -25,7 +25,7 @@ def main() -> None:
     sys.path.insert(0, str(HERE.parent))
     if len(sys.argv) < 2 or sys.argv[1] not in NAMES:
         for name in NAMES:
-            print(f"{name:10} {summary(name)}")
+            print(f"{name:17}{summary(name)}")
         sys.exit(0 if len(sys.argv) < 2 else 2)
     name = sys.argv.pop(1)
     runpy.run_module(f"benchmarks.{name}", run_name="__main__")

@@ -166,6 +166,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tp-size", type=int, default=2)
     parser.add_argument("--prompts", type=int, default=50)
     parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--out", type=Path, default=OUT / "tensor_parallel.json")
     options = parser.parse_args(argv)
     tokenizer = Encoder(load_tokenizer(locate_model(options.model)))
     prompts = awkward_prompts(
@@ -207,8 +208,8 @@ def report(one: Side, many: Side, empty: int, options: argparse.Namespace) -> in
         "best_decode_step_ms": [round(one.decode_step_ms, 1), round(many.decode_step_ms, 1)],
     }
     print(json.dumps(found, indent=2))
-    OUT.mkdir(parents=True, exist_ok=True)
-    (OUT / "tensor_parallel.json").write_text(json.dumps(found, indent=2) + "\n")
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(found, indent=2) + "\n")
     is_equal = (one.greedy, one.seeded) == (many.greedy, many.seeded)
     is_small = options.tp_size != 2 or max(found["weight_share"]) < MAX_SHARE
     return 0 if is_equal and is_small else 1

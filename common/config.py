@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
+from isthmus.common.cluster import Role
 from isthmus.common.errors import ConfigError
 
 ENV_PREFIX = "ISTHMUS_"
@@ -81,6 +82,14 @@ class EngineConfig(Node):
         True, description="capture decode steps at start and replay them (GPU only)"
     )
 
+    @model_validator(mode="after")
+    def _one_rank_measures(self) -> EngineConfig:
+        if self.tp_size > 1 and not (self.kv_cache_gib or self.num_blocks):
+            raise ValueError(
+                "kv_cache_gib 0 is measured by one rank only: say how much, or num_blocks"
+            )
+        return self
+
 
 class PoolConfig(Node):
     replicas: int = Field(0, ge=0, description="instances of this role")
@@ -112,9 +121,10 @@ class TransferConfig(Node):
     )
     on_failure: Literal["fail", "reprefill", "recompute"] = Field(
         "reprefill",
-        description="when a prompt could not be computed or moved: fail the request, try one other "
-        "prefill instance while there is time and no token is out, or compute it on the decode "
-        "instance at once (which is also what follows when the other fails)",
+        description="when a prompt could not be computed or moved: fail the request, try the other "
+        "prefill instance that router.policy least_predicted_load names, while there is time and "
+        "no token is out, or compute it on the decode instance at once (which is also what "
+        "follows when the other fails, or there is none)",
     )
     fault_script: str = Field("", description="scripted faults of the fake connector (tests)")
 
@@ -208,6 +218,10 @@ class ClusterConfig(Node):
     logging: LoggingConfig = LoggingConfig()
     host: str = Field("127.0.0.1", description="address on which workers listen")
     state_dir: str = Field("", description="run-time state; default: the user's state folder")
+
+    def pool(self, role: Role) -> PoolConfig:
+        """The instances of a role."""
+        return {Role.PREFILL: self.prefill, Role.DECODE: self.decode, Role.MIXED: self.mixed}[role]
 
     @model_validator(mode="after")
     def _ranks_send_no_kv(self) -> ClusterConfig:

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 from isthmus.common.cluster import Role
 from isthmus.common.config import ClusterConfig, PoolConfig
-from isthmus.controlplane.actuators.base import pool_of
 
 
 def instance_name(role: Role, index: int) -> str:
@@ -18,7 +17,7 @@ def instance_name(role: Role, index: int) -> str:
 
 
 def desired_replicas(config: ClusterConfig) -> dict[Role, int]:
-    return {role: pool_of(config, role).replicas for role in Role}
+    return {role: config.pool(role).replicas for role in Role}
 
 
 def plan_cpus(config: ClusterConfig, cores: Sequence[int]) -> dict[str, tuple[int, ...]]:
@@ -29,7 +28,7 @@ def plan_cpus(config: ClusterConfig, cores: Sequence[int]) -> dict[str, tuple[in
     of them and there is more than one rank to keep apart.
     """
     wanted = [
-        (instance_name(role, index), pool_of(config, role))
+        (instance_name(role, index), config.pool(role))
         for role, replicas in desired_replicas(config).items()
         for index in range(replicas)
     ]
@@ -58,5 +57,5 @@ def _num_threads(pool: PoolConfig) -> int:
 
 def with_cpus(config: ClusterConfig, role: Role, cpus: tuple[int, ...]) -> ClusterConfig:
     """The configuration of one instance that runs on ``cpus``."""
-    pool = pool_of(config, role).model_copy(update={"cpus": list(cpus)})
+    pool = config.pool(role).model_copy(update={"cpus": list(cpus)})
     return config.model_copy(update={role.value: pool})

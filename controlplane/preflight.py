@@ -23,7 +23,6 @@ from isthmus.common.errors import ConfigError
 from isthmus.common.gguf_file import read_gguf
 from isthmus.common.memory import available_memory
 from isthmus.common.model_files import SAMPLE, ModelFiles, ModelKind, locate_model
-from isthmus.controlplane.actuators.base import pool_of
 from isthmus.controlplane.context_limit import longest_sequence, read_model_config
 
 GIB = 2**30
@@ -89,7 +88,7 @@ def check_length(max_model_len: int, files: ModelFiles) -> None:
 
 
 def _active_roles(config: ClusterConfig) -> list[Role]:
-    return [role for role in Role if pool_of(config, role).replicas]
+    return [role for role in Role if config.pool(role).replicas]
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +113,7 @@ class MemoryEstimate:
 def estimate_memory(config: ClusterConfig, files: ModelFiles) -> MemoryEstimate:
     weights = weight_bytes(config.model, files)
     instances = {
-        role: (pool_of(config, role).replicas, _instance_bytes(pool_of(config, role), weights))
+        role: (config.pool(role).replicas, _instance_bytes(config.pool(role), weights))
         for role in _active_roles(config)
     }
     ray = RAY_BYTES if config.lifecycle.actuator == "ray" else 0

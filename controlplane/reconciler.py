@@ -13,10 +13,13 @@ from collections.abc import Callable, Collection
 from isthmus.common.clock import NS_PER_MS, Clock
 from isthmus.common.cluster import Role
 from isthmus.common.config import ClusterConfig
+from isthmus.common.errors import DrainingError
+from isthmus.common.logging import get_logger
 from isthmus.controlplane.actuators.base import Actuator, ProcessKind, ProcessSpec
 from isthmus.controlplane.placement import desired_replicas, instance_name, plan_cpus, with_cpus
 from isthmus.controlplane.supervised import ProcessState, SupervisedProcess
 
+_log = get_logger("reconciler")
 _GRACE_S = 3.0  # between the end of a drain and the kill
 
 
@@ -44,20 +47,32 @@ class Reconciler:
         self._unseen_since_ns: dict[str, int] = {}
         self._changes: set[asyncio.Task[None]] = set()
         self._lock = asyncio.Lock()
+        self._is_stopping = False
 
     async def scale(self, role: Role, replicas: int) -> int:
-        """Sets the wanted number of one role and returns the old one."""
+        """Sets the wanted number of one role and returns the old one.
+
+        Raises DrainingError when everything is being stopped."""
+        if self._is_stopping:
+            raise DrainingError("the cluster is being stopped", stage="scale")
         old = self._desired[role]
         self._desired = {**self._desired, role: replicas}
         change = asyncio.create_task(self.reconcile(), name=f"scale-{role.value}")
         self._changes.add(change)
-        change.add_done_callback(self._changes.discard)
+        change.add_done_callback(self._changed)
         await asyncio.shield(change)  # whoever asked may leave; what has begun is seen through
         return old
+
+    def _changed(self, change: asyncio.Task[None]) -> None:
+        self._changes.discard(change)
+        if not change.cancelled() and (error := change.exception()) is not None:
+            _log.warning("a scaling failed", problem=str(error))
 
     async def reconcile(self) -> None:
         """Makes the processes be the wanted ones. Calls from several tasks take turns."""
         async with self._lock:
+            if self._is_stopping:  # one that waited for its turn must not start anything again
+                return
             wanted = {
                 instance_name(role, index): role
                 for role, replicas in self._desired.items()
@@ -87,6 +102,8 @@ class Reconciler:
         return hung
 
     async def stop_all(self) -> None:
+        """For good: no process is started any more."""
+        self._is_stopping = True
         async with self._lock:
             await asyncio.gather(*(self._stop(name) for name in list(self.processes)))
 

@@ -50,11 +50,10 @@ class Remedy(Enum):
     RECOMPUTE = "recompute"
 
 
-def remedy_for(error: IsthmusError, policy: Remedy, can_reprefill: bool) -> Remedy:
-    """What to do about ``error``. ``can_reprefill``: there is somebody else to ask, and time."""
-    if policy is Remedy.FAIL or not can_fall_back(error):
-        return Remedy.FAIL
-    return Remedy.REPREFILL if policy is Remedy.REPREFILL and can_reprefill else Remedy.RECOMPUTE
+def remedy_for(policy: Remedy, can_reprefill: bool) -> Remedy:
+    """What to do about a fault that is not the request's own. ``can_reprefill``: there is somebody
+    else to ask, and time."""
+    return Remedy.RECOMPUTE if policy is Remedy.REPREFILL and not can_reprefill else policy
 
 
 def has_time(now_ns: int, deadline_ns: int, predicted_ttft_ms: float) -> bool:

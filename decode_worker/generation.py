@@ -30,6 +30,7 @@ from isthmus.common.errors import (
     DeadlineError,
     InternalError,
     IsthmusError,
+    OutOfBlocksError,
     PrefillFailedError,
 )
 from isthmus.common.logging import get_logger
@@ -45,7 +46,7 @@ from isthmus.common.types import (
     Usage,
 )
 from isthmus.decode_worker.events import Failed, Finished, Outbox, Started, TokenDelta
-from isthmus.decode_worker.fallback import Remedy, has_time, remedy_for, resumed
+from isthmus.decode_worker.fallback import Remedy, can_fall_back, has_time, remedy_for, resumed
 from isthmus.decode_worker.prefill_client import PrefillClient
 from isthmus.decode_worker.remote_prefill import RemotePrefill
 from isthmus.decode_worker.reservations import Reservations
@@ -153,9 +154,18 @@ class Generation:
 
     # --- prompt computed elsewhere ---------------------------------------------------------------
 
-    async def _prefill_at(self, source: InstanceRef) -> Reservation | None:
-        """The reservation with all KV in it, or None when the first token was the last."""
-        reservation = await self._reservations.acquire(self.request)
+    async def _prefill_at(
+        self, source: InstanceRef, patience_s: float | None = None
+    ) -> Reservation | None:
+        """The reservation with all KV in it, or None when the first token was the last.
+
+        ``patience_s``: longest wait for blocks, where the request's deadline is too long a one."""
+        try:
+            async with asyncio.timeout(patience_s):
+                reservation = await self._reservations.acquire(self.request)
+        except TimeoutError:
+            message = "no KV blocks in time for another attempt"
+            raise OutOfBlocksError(message, stage="reserve") from None
         self._timeline.mark(Event.ADMITTED, self._now())
         self._move(GenerationState.PREFILLING)
         attempt = RemotePrefill(
@@ -211,15 +221,15 @@ class Generation:
         """What to do after ``source`` failed. Raises ``error`` when nothing is to be done."""
         if self._now() >= self.request.deadline_ns:
             raise self._deadline_error() from error
-        if self.state is GenerationState.QUEUED:
-            raise error  # no blocks: nobody was asked yet
+        if self.state is GenerationState.QUEUED or not can_fall_back(error):
+            raise error  # no blocks, so that nobody was asked yet; or the request's own fault
         can_reprefill = (
             alternate is not None
             and self.state is GenerationState.PREFILLING
             and has_time(self._now(), self.request.deadline_ns, self._decision.predicted_ttft_ms)
         )
         policy = Remedy(self._runtime.config.transfer.on_failure)
-        remedy = remedy_for(error, policy, can_reprefill)
+        remedy = remedy_for(policy, can_reprefill)
         self._failed_prefill = self._failed_prefill or source.instance_id
         self._runtime.metrics.prefill_failed(remedy.value, error.code)
         log.warning(
@@ -232,8 +242,6 @@ class Generation:
         )
         if remedy is not Remedy.FAIL:
             return remedy
-        if policy is not Remedy.FAIL:
-            raise error
         raise PrefillFailedError(  # final: whoever asked must not try elsewhere either
             f"{error.message}; transfer.on_failure is fail",
             stage=error.stage or self.state.value,
@@ -246,9 +254,14 @@ class Generation:
         assert alternate is not None, "there was somebody to ask"
         self._move(GenerationState.QUEUED)
         try:
-            reservation = await self._prefill_at(alternate)
+            spare_s = self._seconds_left() - 2 * self._decision.predicted_ttft_ms / 1000
+            reservation = await self._prefill_at(alternate, max(0.0, spare_s))
         except IsthmusError as error:
-            if self.state is not GenerationState.QUEUED:  # it was asked: there were blocks
+            if self.state is GenerationState.QUEUED:  # it was not asked: there were no blocks
+                log.warning(
+                    "no second attempt", request_id=self.request.request_id, reason=error.message
+                )
+            else:
                 self._remedy(alternate, error, None)
             await self._recompute()
             return

@@ -255,7 +255,8 @@ class EngineCore:
 
     def close(self) -> None:
         """No step begins any more; wakes whoever waits. Steps in flight still land, one by each
-        call of ``step``. The KV store lives as long as this object."""
+        call of ``step``; whoever does not call it leaves the device to end them by itself. The KV
+        store lives as long as this object."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()

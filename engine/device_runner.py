@@ -77,12 +77,22 @@ class DeviceRunner:
             step = build_step_input(plan, self._block_size, self._sampled_before)
             self._staging.begin()
             turn = self._readback.begin()
-            pending = self._sampler.launch(self._logits(step), step)
-            self._staging.end()
-            self._readback.end()
-            self._sampled_ids[: len(step.sampled)].copy_(pending.token_ids)
+            try:
+                pending = self._sampler.launch(self._logits(step), step)
+                self._staging.end()
+                self._readback.end()
+                self._sampled_ids[: len(step.sampled)].copy_(pending.token_ids)
+            except Exception:
+                # What is launched already may still write to blocks that are about to be free.
+                self._wait_for_device()
+                raise
         self._sampled_before = {sequence: row for row, sequence in enumerate(step.sampled)}
         return _DeviceStep(self._readback, turn, pending)
+
+    def _wait_for_device(self) -> None:
+        passed = self._device.event()
+        passed.record()
+        passed.synchronize()
 
     def _logits(self, step: StepInput) -> torch.Tensor:
         """Float32 [K, V], or with rows of padding behind."""

@@ -1,12 +1,14 @@
 """The ranks of one instance as a group: each computes a part, and the others need it.
 
 Every rank runs the same operations in the same order on tensors with the same number of rows, so
-nothing here says who calls. A rank that is gone, or that does not come within the group's timeout,
-ends the operation of all others with InstanceLostError; a group that failed once is not used again.
+nothing here says who calls. On CPUs a rank that is gone, or that does not come within the group's
+timeout, ends the operation of all others with InstanceLostError; on GPUs an operation is only put
+into the device's queue, and its failure shows when the host next waits for the device. A group that
+failed once is not used again.
 
-Sums have one order, that of the ranks: a row is the same bits whatever batch it is in. (The ring
-that a library's own all-reduce walks starts elsewhere for each part of a buffer, so that a row's
-sum would depend on where in the batch it lies.)
+On CPUs sums have one order, that of the ranks: a row is the same bits whatever batch it is in. (The
+ring that a library's own all-reduce walks starts elsewhere for each part of a buffer, so that a
+row's sum would depend on where in the batch it lies. NCCL's is used on GPUs all the same.)
 """
 
 from __future__ import annotations

@@ -97,7 +97,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = parse_args(argv)
         configure_logging(args.config.logging, role="gateway", instance="gateway")
-        listener = bind_socket(args.config.gateway.host, args.config.gateway.port)
+        listener = bind_socket(
+            args.config.gateway.host,
+            args.config.gateway.port,
+            args.config.gateway.request_timeout_ms,
+        )
         files = locate_model(args.config.model.path)
         model = ModelIdentity(load_tokenizer(files), files.name)
     except IsthmusError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -17,14 +18,21 @@ BACKLOG = 2048
 KEEP_ALIVE_S = 75
 
 
-def bind_socket(host: str, port: int) -> socket.socket:
-    """Raises ConfigError with one clear sentence when the address cannot be had."""
+def bind_socket(host: str, port: int, unread_ms: int) -> socket.socket:
+    """``unread_ms``: how long a client may leave what it was sent unread before its connection is
+    ended.
+
+    Raises ConfigError with one clear sentence when the address cannot be had."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # asyncio turns Nagle's algorithm off only where the protocol is named; accepted sockets inherit
     # both. A token must not wait for the acknowledgement of the one before it.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    # A closed connection keeps its socket for what is still to be sent, and a client that reads
+    # nothing would keep it for ever. Accepted sockets inherit this too.
+    if sys.platform == "linux":
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, unread_ms)
     try:
         listener.bind((host, port))
         listener.listen(BACKLOG)

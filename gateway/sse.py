@@ -21,6 +21,7 @@ from isthmus.gateway.error_response import error_body
 from isthmus.gateway.exchange import Exchange
 from isthmus.gateway.formats import AnswerFormat
 from isthmus.gateway.unexpected import internal_error, log_unexpected
+from isthmus.gateway.waiting import until_left
 
 DONE = b"data: [DONE]\n\n"
 STALL_S = 5.0
@@ -48,11 +49,8 @@ class ClientWatch:
 
 
 async def _watch(receive: Receive, exchange: Exchange) -> None:
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            exchange.cancel()
-            return
+    await until_left(receive)
+    exchange.cancel()
 
 
 class EventStreamResponse(Response):

@@ -75,7 +75,7 @@ class WaitingRoom:
         hold = self.hold(
             lambda: _settle(served, is_served=True), lambda: _settle(served, is_served=False)
         )
-        watch = loop.create_task(_until_left(receive))
+        watch = loop.create_task(until_left(receive))
         try:
             with metrics.REQUESTS_INFLIGHT.track_inprogress():
                 await asyncio.wait((served, watch), return_when=asyncio.FIRST_COMPLETED)
@@ -133,6 +133,6 @@ def _settle(served: asyncio.Future[bool], *, is_served: bool) -> bool:
     return True
 
 
-async def _until_left(receive: Receive) -> None:
+async def until_left(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass

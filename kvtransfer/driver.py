@@ -265,6 +265,10 @@ class ConnectorDriver:
         except Exception as error:  # noqa: BLE001 - its owner must hear of it; nothing was sent
             sweep.ended.append((write, Outcome.NOT_POSTED, _unforeseen("notification", error)))
             return False
+        # Making the notification may read every byte of the blocks: time for all to have ended.
+        if (refusal := self._refusal(write)) is not None:
+            sweep.ended.append((write, Outcome.NOT_POSTED, refusal))
+            return False
         try:
             write.handle = self._connector.post_write(write.peer, write.ops, note)
         except TransferError as error:

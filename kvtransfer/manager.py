@@ -393,7 +393,7 @@ class TransferManager:
         if check is None or read is None:
             return 0
         num_corrupt = await self._driver.run(lambda: check.count_corrupt(read))
-        if num_corrupt:
+        if num_corrupt and session.is_open:  # else its blocks may have been others' meanwhile
             self._observer.blocks_corrupt(num_corrupt)
         return num_corrupt
 

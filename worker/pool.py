@@ -6,18 +6,7 @@ import os
 
 import torch
 
-from isthmus.common.cluster import Role
-from isthmus.common.config import ClusterConfig, PoolConfig
-
-
-def pool_for(config: ClusterConfig, role: Role) -> PoolConfig:
-    match role:
-        case Role.PREFILL:
-            return config.prefill
-        case Role.DECODE:
-            return config.decode
-        case Role.MIXED:
-            return config.mixed
+from isthmus.common.config import PoolConfig
 
 
 def prepare_process(pool: PoolConfig, rank: int = 0) -> None:

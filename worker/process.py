@@ -38,7 +38,6 @@ from isthmus.worker.kv_event_log import KvEventLog
 from isthmus.worker.lifecycle import ExitCode, Lifecycle, StopRequest
 from isthmus.worker.load_reporter import LoadReporter, OutsideLoad
 from isthmus.worker.metrics import InstanceMetrics, MetricsServer
-from isthmus.worker.pool import pool_for
 from isthmus.worker.rank_launcher import ChildLauncher, RankLauncher
 from isthmus.worker.registration import Registration, claim_epoch
 from isthmus.worker.role import RoleWorker, WorkerArgs, WorkerRuntime
@@ -64,7 +63,7 @@ EngineFactory = Callable[[WorkerArgs, Clock], EngineCore]
 
 
 def pool_of(args: WorkerArgs) -> PoolConfig:
-    return pool_for(args.config, args.role)
+    return args.config.pool(args.role)
 
 
 def load_engine(args: WorkerArgs, clock: Clock) -> EngineCore:

@@ -25,7 +25,7 @@ from isthmus.engine.models.loader import load_model
 from isthmus.engine.tp_group import join_store, open_group
 from isthmus.engine.tp_steps import Follower, common_num_blocks
 from isthmus.worker.lifecycle import ExitCode
-from isthmus.worker.pool import pool_for, prepare_process
+from isthmus.worker.pool import prepare_process
 from isthmus.worker.rank_launcher import INVITATION_VARIABLE
 from isthmus.worker.rank_link import (
     FrameKind,
@@ -71,14 +71,16 @@ def run_rank(invitation: Invitation) -> ExitCode:
 
 def _follow(link: RankLink, invitation: Invitation) -> ExitCode:
     link.send_message(Hello(invitation.rank, os.getpid(), invitation.token))
-    setup = link.receive_message(Setup)
+    # It comes when the slowest of all ranks is there. The leader has a deadline for that, and at it
+    # closes the connection.
     link.set_timeout(None)
+    setup = link.receive_message(Setup)
     threading.Thread(target=_end_with_leader, args=(link,), name="leader", daemon=True).start()
     config = ClusterConfig.model_validate_json(setup.config_json)
     configure_logging(
         config.logging, role=setup.role, instance=setup.instance_id, rank=str(invitation.rank)
     )
-    pool = pool_for(config, Role(setup.role))
+    pool = config.pool(Role(setup.role))
     follower = _load(config, pool, invitation, setup.store_port)
     link.send_message(Outcome(weight_bytes=follower.weight_bytes))
     while True:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from typing import Protocol
 
 import msgspec
@@ -67,9 +68,10 @@ class ChildLauncher:
         return ""
 
     def close(self) -> None:
+        deadline = time.monotonic() + _GONE_TIMEOUT_S  # of all together
         for child in self._children.values():
             try:
-                child.wait(_GONE_TIMEOUT_S)
+                child.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 child.kill()
                 child.wait()

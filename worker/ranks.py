@@ -28,7 +28,6 @@ from isthmus.engine.core import EngineCore
 from isthmus.engine.models.loader import load_model
 from isthmus.engine.tp_group import LEADER, open_group, serve_store
 from isthmus.engine.tp_steps import LeaderModel, common_num_blocks
-from isthmus.worker.pool import pool_for
 from isthmus.worker.rank_launcher import RankLauncher
 from isthmus.worker.rank_link import FrameKind, Hello, Invitation, Outcome, RankLink, Setup
 from isthmus.worker.role import WorkerArgs
@@ -52,7 +51,7 @@ class Ranks:
         self._loop = asyncio.get_running_loop()
         self._args = args
         self._launcher = launcher
-        self._engine = pool_for(args.config, args.role).engine
+        self._engine = args.config.pool(args.role).engine
         self._start_s = args.config.lifecycle.ready_timeout_ms / 1000
         self._token = secrets.token_hex(_TOKEN_BYTES)
         self._listener = socket.create_server((args.config.host, 0))
@@ -61,6 +60,7 @@ class Ranks:
         self._ready = threading.Semaphore(0)
         self._weight_bytes: dict[int, int] = {}
         self._is_closed = threading.Event()
+        self._admission = threading.Lock()  # nobody is let in once it is closed
         self._watcher: threading.Thread | None = None
 
     @property
@@ -154,9 +154,11 @@ class Ranks:
         """Tells the followers to end and returns when they have; blocks. Idempotent."""
         if self._is_closed.is_set():
             return
-        self._is_closed.set()
+        with self._admission:
+            self._is_closed.set()
+            links = list(self._links.values())
         self._listener.close()
-        for link in self._links.values():
+        for link in links:
             try:
                 link.send(FrameKind.STOP)
             except IsthmusError as error:
@@ -164,7 +166,7 @@ class Ranks:
             link.hang_up()
         if self._watcher is not None and self._watcher.is_alive():
             self._watcher.join()
-        for link in self._links.values():
+        for link in links:
             link.close()
         self._launcher.close()
 
@@ -201,8 +203,12 @@ class Ranks:
             link.close()
             return
         link.set_timeout(self._engine.tp_timeout_ms / 1000)
-        self._links[hello.rank] = link
-        self._pids[hello.rank] = hello.pid
+        with self._admission:
+            if self._is_closed.is_set():
+                link.close()
+                return
+            self._links[hello.rank] = link
+            self._pids[hello.rank] = hello.pid
 
     # --- the watcher ---
 

@@ -62,6 +62,8 @@ def doctor(
     if kernels:
         show_kernels(list_kernels(load_config(file)), output)
         return
+    if file is not None:
+        raise typer.BadParameter("a FILE goes with --kernels only")
     findings = [check() for check in CHECKS]
     if output is OutputFormat.JSON:
         print_json(findings)

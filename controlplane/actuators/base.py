@@ -45,21 +45,11 @@ class ProcessSpec:
         """Of an instance; the gateway is in none."""
         role = self.kind.role
         assert role is not None, f"{self.name} is no instance"
-        return pool_of(self.config, role)
+        return self.config.pool(role)
 
     @property
     def num_threads(self) -> int:
         return 1 if self.kind is ProcessKind.GATEWAY else self.pool.engine.num_threads
-
-
-def pool_of(config: ClusterConfig, role: Role) -> PoolConfig:
-    match role:
-        case Role.PREFILL:
-            return config.prefill
-        case Role.DECODE:
-            return config.decode
-        case Role.MIXED:
-            return config.mixed
 
 
 def process_environment(num_threads: int) -> dict[str, str]:

@@ -102,7 +102,8 @@ class RayActuator:
         resources = instance_resources(spec, is_private=self.is_private)
         bundles = [dict(resources) for _ in range(spec.pool.engine.tp_size)]
         group = await self._call(
-            lambda: placement_group(bundles, strategy="PACK", name=self._full_name(spec))
+            # One node for all ranks: they meet at the leader's address, and share its interface.
+            lambda: placement_group(bundles, strategy="STRICT_PACK", name=self._full_name(spec))
         )
         if not await self._call(lambda: group.wait(PLACEMENT_TIMEOUT_S)):
             await self._call(lambda: remove_placement_group(group))

@@ -18,7 +18,7 @@ namespace isthmus {
 namespace {
 
 constexpr int64_t kTileKeys = 64;
-constexpr int64_t kBlockRows = 96;
+constexpr int64_t kQueryRows = 96;
 constexpr float kNothingSeen = -1e30f;  // finite, so that −∞ − kNothingSeen is no NaN
 
 // Queries first_row … first_row + count − 1 (rows of q and out) of a sequence under one KV head;
@@ -259,7 +259,7 @@ struct Attention {
 std::vector<Piece> pieces_of(const AttentionParts& parts) {
   std::vector<Piece> pieces;
   int64_t group = parts.num_heads / parts.num_kv_heads;
-  int64_t most = std::max<int64_t>(1, kBlockRows / group);
+  int64_t most = std::max<int64_t>(1, kQueryRows / group);
   for (int64_t s = 0; s < parts.num_sequences; s++) {
     int64_t start = parts.query_start[s], count = parts.query_start[s + 1] - start;
     for (int64_t first = 0; first < count; first += most)

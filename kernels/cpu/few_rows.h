@@ -8,13 +8,13 @@
 
 namespace isthmus {
 
-constexpr int64_t kFewRows = 8;
+constexpr int64_t kFewQueryRows = 8;
 constexpr int kFewTile = 3;          // rows whose accumulators leave room for what they meet
 constexpr int64_t kFewKeys = 32;     // keys at a time
 constexpr int64_t kFewColumns = 32;  // columns of values at a time
 
 inline bool few_rows_can_take(int64_t rows, int64_t head_dim) {
-  return rows <= kFewRows && head_dim % kFewColumns == 0;
+  return rows <= kFewQueryRows && head_dim % kFewColumns == 0;
 }
 
 // Column d of the outputs stands at this place while values are summed: of a word's two bf16, all

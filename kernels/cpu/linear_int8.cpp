@@ -41,7 +41,7 @@ float quantise_row(const float* x, int64_t depth, int16_t* q) {
     most = std::max(most, std::fabs(x[i]));
     poison += x[i] * 0.0f;
   }
-  bool is_usable = poison == 0.0f && most > 0.0f;
+  bool is_usable = poison == 0.0f && most > 1e-30f;
   float inverse = is_usable ? kMostX / most : 0.0f;
   for (int64_t i = 0; i < depth; i++)
     q[i] = is_usable ? int16_t(std::nearbyintf(x[i] * inverse)) : 0;

@@ -37,6 +37,7 @@ class CpuKernels:
 
     def __init__(self, num_threads: int = 1) -> None:
         self._library = load_library(build_library())
+        assert num_threads >= 1, num_threads
         self._num_threads = num_threads
         self._arena = HugePageArena()
 

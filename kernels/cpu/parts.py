@@ -29,7 +29,10 @@ def rope_parts(
     num_heads: int,
     kv: torch.Tensor,
 ) -> RopeParts:
-    assert positions.dtype == slot_mapping.dtype == torch.int64
+    for tensor in (positions, slot_mapping):
+        assert tensor.dtype == torch.int64
+        assert tensor.is_contiguous()
+    assert cos_sin.dtype == torch.float32
     assert cos_sin.is_contiguous()
     return RopeParts(
         cos_sin=cos_sin.data_ptr(),
@@ -74,6 +77,6 @@ def attention_parts(
 
 
 def layer_address(kv: torch.Tensor, layer: int) -> int:
-    assert kv.is_contiguous()
+    assert kv[:1].is_contiguous()  # blocks may be any distance apart
     assert kv.dtype in {torch.float32, torch.bfloat16}, kv.dtype
     return kv.data_ptr() + layer * kv.stride(1) * kv.element_size()

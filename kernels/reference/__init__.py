@@ -23,21 +23,24 @@ from isthmus.kernels.reference.quant import dequantise_kv, quantise_kv
 from isthmus.kernels.reference.sampling import adjust_logits, describe_tokens, draw_tokens
 
 OPS: Mapping[str, Callable[..., Any]] = {
-    "pack_linear": pack_linear,
-    "linear": linear,
-    "rms_norm": rms_norm,
-    "add_rms_norm": add_rms_norm,
-    "silu_mul": silu_mul,
-    "rope_and_cache": rope_and_cache,
-    "paged_attention": paged_attention,
-    "quantise_kv": quantise_kv,
-    "dequantise_kv": dequantise_kv,
-    "copy_blocks": copy_blocks,
-    "gather_blocks": gather_blocks,
-    "scatter_blocks": scatter_blocks,
-    "adjust_logits": adjust_logits,
-    "draw_tokens": draw_tokens,
-    "describe_tokens": describe_tokens,
+    op.__name__: op
+    for op in (
+        pack_linear,
+        linear,
+        rms_norm,
+        add_rms_norm,
+        silu_mul,
+        rope_and_cache,
+        paged_attention,
+        quantise_kv,
+        dequantise_kv,
+        copy_blocks,
+        gather_blocks,
+        scatter_blocks,
+        adjust_logits,
+        draw_tokens,
+        describe_tokens,
+    )
 }
 
 __all__ = [

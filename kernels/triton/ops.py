@@ -16,19 +16,22 @@ from isthmus.kernels.triton.rope import rope_and_cache
 from isthmus.kernels.triton.sampling import adjust_logits, describe_tokens, draw_tokens
 
 OPS: Mapping[str, Callable[..., Any]] = {
-    "rms_norm": rms_norm,
-    "add_rms_norm": add_rms_norm,
-    "silu_mul": silu_mul,
-    "rope_and_cache": rope_and_cache,
-    "paged_attention": paged_attention,
-    "quantise_kv": quantise_kv,
-    "dequantise_kv": dequantise_kv,
-    "copy_blocks": copy_blocks,
-    "gather_blocks": gather_blocks,
-    "scatter_blocks": scatter_blocks,
-    "adjust_logits": adjust_logits,
-    "draw_tokens": draw_tokens,
-    "describe_tokens": describe_tokens,
+    op.__name__: op
+    for op in (
+        rms_norm,
+        add_rms_norm,
+        silu_mul,
+        rope_and_cache,
+        paged_attention,
+        quantise_kv,
+        dequantise_kv,
+        copy_blocks,
+        gather_blocks,
+        scatter_blocks,
+        adjust_logits,
+        draw_tokens,
+        describe_tokens,
+    )
 }
 
 

@@ -232,7 +232,7 @@ async def test_another_prefill_instance_is_asked_before_the_prompt_is_computed_h
 
 async def test_when_the_other_fails_too_the_prompt_is_computed_here() -> None:
     before = remedies("transfer_failed")
-    async with start_pair(faulty("1:refuse")) as pair:
+    async with start_pair(faulty("0:refuse")) as pair:
         answer, alternate = await run_with_alternate(pair, "0:flip,2:refuse")
         assert_fell_back(answer, await pair.local(max_tokens=9))
         assert answer.finished is not None

@@ -37,5 +37,10 @@ async def test_two_ranks_of_the_sample_give_the_tokens_of_one(tmp_path: Path) ->
 @pytest.mark.slow
 @pytest.mark.timeout(3_600)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_fifty_prompts_have_the_tokens_of_one_rank(dtype: str) -> None:
-    assert tensor_parallel.main(["--dtype", dtype, "--prompts", "50"]) == 0
+def test_fifty_prompts_have_the_tokens_of_one_rank(dtype: str, tmp_path: Path) -> None:
+    assert (
+        tensor_parallel.main(
+            ["--dtype", dtype, "--prompts", "50", "--out", str(tmp_path / "found.json")]
+        )
+        == 0
+    )

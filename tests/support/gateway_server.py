@@ -60,7 +60,7 @@ async def running_gateway(
     tokenizer = load_tokenizer(locate_model(str(write_tiny_model(folder / "tiny"))))
     router = Router(config.router, SystemClock())
     gateway = build_gateway(config, ModelIdentity(tokenizer, "tiny"), router, SystemClock())
-    listener = bind_socket("127.0.0.1", 0)
+    listener = bind_socket("127.0.0.1", 0, 60_000)
     port = listener.getsockname()[1]
     server = HttpServer(create_app(gateway), drain_s=1)
     serving = asyncio.create_task(server.serve(sockets=[listener]))

@@ -51,17 +51,18 @@ class CompiledKernel:
 
 
 def kernel_modules() -> Iterator[tuple[str, ModuleType]]:
-    """The modules that declare cases, under their own names."""
+    """The modules that hold kernels or declare cases, under their own names."""
     for found in pkgutil.iter_modules(kernels_triton.__path__):
         module = importlib.import_module(f"{kernels_triton.__name__}.{found.name}")
-        if "COMPILE_CASES" in vars(module):
+        names = vars(module)
+        if "COMPILE_CASES" in names or any(name.endswith("_kernel") for name in names):
             yield found.name, module
 
 
 def compile_cases() -> Iterator[tuple[str, CompileCase]]:
     """Every case with its module's name."""
     for name, module in kernel_modules():
-        for case in module.COMPILE_CASES:
+        for case in vars(module).get("COMPILE_CASES", ()):
             yield name, case
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from collections.abc import Callable
@@ -127,6 +128,14 @@ def test_whole_steps_of_a_tiny_model_go_through_the_device_code() -> None:
     assert all(figure.seconds > 0 and figure.limit_s > 0 for figure in figures)
     assert [check.is_passed for check in checks] == [True]
     assert checks[0].detail == "3 graphs, 0 allocations"
+
+
+def test_a_replay_that_allocates_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = itertools.count()
+    monkeypatch.setattr("benchmarks.gpu.__main__.num_allocations", lambda: next(counts))
+    sizes = StepPlanSizes(decode=((1, 20),), prefill=(8,), num_steps=4)
+    _, checks = measure_model(TINY, sizes, LIMITS, select("cpu", 1, "reference"), "cpu")
+    assert [check.is_passed for check in checks] == [False]
 
 
 def report_of(figures: list[Figure], checks: list[Check]) -> Report:

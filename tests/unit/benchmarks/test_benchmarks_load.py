@@ -81,11 +81,11 @@ async def test_a_cut_load_counts_the_tokens_that_have_arrived() -> None:
         await never()
 
     async with server(answer) as url:
-        figures = await load(url, budget_s=0.5)
+        figures = await load(url, budget_s=5.0)
     assert figures.is_cut
     assert figures.num_errors == 0
     # 2 requests of 3 tokens, over at least the budget.
-    assert 0 < figures.tokens_per_s <= 12
+    assert 0 < figures.tokens_per_s <= 1.2
 
 
 @pytest.mark.asyncio

@@ -9,6 +9,7 @@ import pytest
 from isthmus.common.clock import VirtualClock
 from isthmus.common.cluster import Role
 from isthmus.common.config import ClusterConfig, load_config
+from isthmus.common.errors import DrainingError
 from isthmus.controlplane.reconciler import Reconciler
 from tests.support.fake_actuator import FakeActuator, FakeHandle
 from tests.support.poll import poll_until
@@ -129,3 +130,17 @@ async def test_stop_all_leaves_nothing() -> None:
         await reconciler.stop_all()
         assert actuator.alive() == []
         assert reconciler.processes == {}
+
+
+@pytest.mark.asyncio
+async def test_nothing_starts_once_everything_is_being_stopped() -> None:
+    async with reconciled(pools(decode=1)) as (reconciler, actuator):
+        await alive(actuator, "decode-0")
+        stopping = asyncio.create_task(reconciler.stop_all())
+        await asyncio.sleep(0)  # it has begun, and holds the turn
+        waiting = asyncio.create_task(reconciler.reconcile())
+        await asyncio.gather(stopping, waiting)
+        with pytest.raises(DrainingError):
+            await reconciler.scale(Role.PREFILL, 2)
+        assert actuator.alive() == []
+        assert len(actuator.handles) == 1

@@ -43,7 +43,7 @@ def test_kernel_compiles_within_its_bounds(
 @pytest.mark.parametrize(("name", "module"), list(kernel_modules()), ids=str)
 def test_every_kernel_that_is_launched_has_a_case(name: str, module: object) -> None:
     launched = {name for name in vars(module) if name.endswith("_kernel")}
-    assert launched == {case.kernel.__name__ for case in module.COMPILE_CASES}
+    assert launched == {case.kernel.__name__ for case in vars(module).get("COMPILE_CASES", ())}
 
 
 def test_the_page_of_resources_has_a_row_for_each_kernel() -> None:

@@ -130,6 +130,22 @@ async def test_window_bounds_what_is_in_flight_to_one_peer(monkeypatch: pytest.M
     assert await rig.driver.close(5)
 
 
+async def test_session_that_ends_while_its_notification_is_made_sends_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig = Rig(monkeypatch, window=SIZE)
+
+    def ends_meanwhile() -> bytes:
+        rig.owner.is_open = False
+        return b"n"
+
+    write = Write(PEER, (CopyOp(0, 0, SIZE),), ends_meanwhile, 10**9, rig.owner)
+    rig.driver.submit(write)
+    assert await rig.ended() == [(write, Outcome.NOT_POSTED)]
+    assert rig.connector.posted == []
+    assert await rig.driver.close(5)
+
+
 async def test_write_larger_than_the_window_goes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig(monkeypatch, window=SIZE)
     rig.submit(size=3 * SIZE)
