@@ -15,8 +15,15 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 import pytest_asyncio
+
+# The default run tries the same cases every time, so that what it says about a commit is about that
+# commit; `--hypothesis-profile=explore` looks for new ones.
+hypothesis.settings.register_profile("fixed", derandomize=True, deadline=None)
+hypothesis.settings.register_profile("explore", max_examples=1000, deadline=None)
+hypothesis.settings.load_profile("fixed")
 
 GRACE_S = 3.0
 _KEPT_BY_MULTIPROCESSING = (b"multiprocessing.resource_tracker", b"multiprocessing.forkserver")

@@ -56,7 +56,7 @@ def client(cluster: Cluster) -> Iterator[openai.OpenAI]:
 
 def metric(cluster: Cluster, name: str, **labels: str) -> float:
     """Sum over all processes of a metric's series with these labels."""
-    addresses = [item["info"]["metrics_address"] for item in cluster.instances()]
+    addresses = [info["metrics_address"] for info in cluster.registered()]
     pages = [httpx.get(f"http://{address}/metrics", trust_env=False) for address in addresses]
     pages.append(httpx.get(f"{cluster.url}/metrics", trust_env=False))
     wanted = [f'{key}="{value}"' for key, value in labels.items()]
@@ -115,7 +115,7 @@ def test_prompt_is_computed_in_one_process_and_decoded_in_another(
 def test_status_and_chat_commands(cluster: Cluster) -> None:
     status = cluster.status()
     assert status["gateway"] == {"is_alive": True, "is_ready": True}
-    states = {item["instance_id"]: item["info"]["state"] for item in status["cluster"]["instances"]}
+    states = {info["instance_id"]: info["state"] for info in cluster.registered()}
     assert states == {"prefill-0": "ready", "decode-0": "ready"}
     assert cluster.place.isthmus("status").stdout.count("ready") >= 3
     script = "Say hello.\n/reset\n\nSay goodbye.\n/exit\nnever sent\n"

@@ -461,7 +461,8 @@ async def test_bad_input_costs_neither_blocks_nor_prefill(
 
 
 async def test_an_id_that_is_being_served_is_refused_and_the_first_goes_on() -> None:
-    async with start_pair() as pair:
+    # A write that is slow to land keeps the first one unfinished until its twin has come.
+    async with start_pair(faulty("0:delay=400")) as pair:
         request = make_request(PROMPT, max_tokens=40)
         answer = await pair.stream.submit(request, pair.prefill_info)
         async with GatewayStub(pair.decode_info) as other:

@@ -25,27 +25,6 @@ def tiny() -> TextTokenizer:
     return TextTokenizer(backend, len(vocab), tuple(table), frozenset({0, 1, 2}), (2,))
 
 
-def without_unfinished_end(data: bytes) -> str:
-    for cut in range(4):
-        head = data[: len(data) - cut]
-        tail = data[len(data) - cut :]
-        if cut and not _begins_a_character(tail):
-            continue
-        if cut or not any(_begins_a_character(data[-k:]) for k in (1, 2, 3)):
-            return head.decode(errors="replace")
-    return data.decode(errors="replace")
-
-
-def _begins_a_character(tail: bytes) -> bool:
-    if not tail:
-        return False
-    try:
-        tail.decode()
-    except UnicodeDecodeError as error:
-        return error.reason == "unexpected end of data" and error.start == 0
-    return False
-
-
 @given(st.text(max_size=40), st.data())
 @settings(deadline=None)
 def test_joined_deltas_are_the_text(text: str, data: st.DataObject) -> None:
@@ -68,7 +47,10 @@ def test_any_tokens_decode_as_a_whole_does(ids: list[int]) -> None:
     detokenizer = Detokenizer(tiny())
     joined = "".join(detokenizer.push([token]) for token in ids)
     data = b"".join(tiny().token_bytes[i] for i in ids if i > 2)
-    assert joined == without_unfinished_end(data)
+    # Up to three bytes at the end may still become a character; no more is ever held back.
+    ends = [data[: len(data) - held].decode(errors="replace") for held in range(4)]
+    assert joined in ends
+    assert joined == ends[0] or "\ufffd" in ends[0][-3:]
 
 
 @given(st.binary(max_size=12), st.text(min_size=1, max_size=12))

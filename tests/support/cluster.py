@@ -121,6 +121,12 @@ class Cluster:
         found: list[dict[str, Any]] = self.status()["cluster"]["instances"]
         return found
 
+    def registered(self) -> list[dict[str, Any]]:
+        """The record of every instance. One that the machine starved past its lease registers
+        again by itself, and is waited for."""
+        assert poll(lambda: all(item["info"] for item in self.instances()), 20.0)
+        return [item["info"] for item in self.instances()]
+
     def interrupt(self) -> int:
         """Ctrl-C; returns the exit code."""
         self.process.send_signal(signal.SIGINT)
