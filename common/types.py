@@ -51,12 +51,20 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """Targets of one class of service, milliseconds; None = no target."""
+    """Targets of one class of service, milliseconds; None = no target.
+
+    ``quantile`` is the share of the class's requests that shall meet both; ``weight`` what one of
+    them counts beside those of other classes. A strict request that cannot meet its targets is
+    refused, any other is served when there is slack.
+    """
 
     class_name: str = "default"
     ttft_ms: float | None = None
     tpot_ms: float | None = None
     e2e_ms: float | None = None
+    quantile: float = 0.9
+    weight: float = 1.0
+    is_strict: bool = False
 
 
 @dataclass(frozen=True, slots=True)

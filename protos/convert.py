@@ -105,9 +105,18 @@ def error_from_pb(message: pb.ErrorDetail) -> IsthmusError:
     ).to_error()
 
 
+_DEFAULT_SLO = Slo()
+
+
 def slo_to_pb(slo: Slo) -> pb.Slo:
     return pb.Slo(
-        class_name=slo.class_name, ttft_ms=slo.ttft_ms, tpot_ms=slo.tpot_ms, e2e_ms=slo.e2e_ms
+        class_name=slo.class_name,
+        ttft_ms=slo.ttft_ms,
+        tpot_ms=slo.tpot_ms,
+        e2e_ms=slo.e2e_ms,
+        quantile=slo.quantile,
+        weight=slo.weight,
+        is_strict=slo.is_strict,
     )
 
 
@@ -117,6 +126,9 @@ def slo_from_pb(message: pb.Slo) -> Slo:
         ttft_ms=message.ttft_ms if message.HasField("ttft_ms") else None,
         tpot_ms=message.tpot_ms if message.HasField("tpot_ms") else None,
         e2e_ms=message.e2e_ms if message.HasField("e2e_ms") else None,
+        quantile=message.quantile or _DEFAULT_SLO.quantile,
+        weight=message.weight or _DEFAULT_SLO.weight,
+        is_strict=message.is_strict,
     )
 
 

@@ -67,16 +67,22 @@ class ErrorDetail(_message.Message):
     def __init__(self, code: _Optional[str] = ..., message: _Optional[str] = ..., stage: _Optional[str] = ..., retryable: _Optional[bool] = ..., instance_id: _Optional[str] = ..., retry_after_ms: _Optional[int] = ..., param: _Optional[str] = ...) -> None: ...
 
 class Slo(_message.Message):
-    __slots__ = ("class_name", "ttft_ms", "tpot_ms", "e2e_ms")
+    __slots__ = ("class_name", "ttft_ms", "tpot_ms", "e2e_ms", "quantile", "weight", "is_strict")
     CLASS_NAME_FIELD_NUMBER: _ClassVar[int]
     TTFT_MS_FIELD_NUMBER: _ClassVar[int]
     TPOT_MS_FIELD_NUMBER: _ClassVar[int]
     E2E_MS_FIELD_NUMBER: _ClassVar[int]
+    QUANTILE_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    IS_STRICT_FIELD_NUMBER: _ClassVar[int]
     class_name: str
     ttft_ms: float
     tpot_ms: float
     e2e_ms: float
-    def __init__(self, class_name: _Optional[str] = ..., ttft_ms: _Optional[float] = ..., tpot_ms: _Optional[float] = ..., e2e_ms: _Optional[float] = ...) -> None: ...
+    quantile: float
+    weight: float
+    is_strict: bool
+    def __init__(self, class_name: _Optional[str] = ..., ttft_ms: _Optional[float] = ..., tpot_ms: _Optional[float] = ..., e2e_ms: _Optional[float] = ..., quantile: _Optional[float] = ..., weight: _Optional[float] = ..., is_strict: _Optional[bool] = ...) -> None: ...
 
 class LogitBias(_message.Message):
     __slots__ = ("token_id", "bias")
