@@ -1,0 +1,142 @@
+"""One streamed completion over HTTP, followed chunk by chunk."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+
+from isthmus.loadgen.types import Record, Status, Targets
+
+_TOO_MANY, _UNAVAILABLE, _INFEASIBLE, _GATEWAY_TIMEOUT = 429, 503, 422, 504
+_REJECTIONS = frozenset({_TOO_MANY, _UNAVAILABLE, _INFEASIBLE, _GATEWAY_TIMEOUT})
+_OK = 200
+_PROBLEM_CHARS = 200
+
+
+@dataclass(slots=True)
+class Endpoint:
+    """An OpenAI-compatible server. Use as an async context manager, on one event loop.
+
+    With ``targets`` each call carries them, and its class, in Isthmus's headers, which other
+    servers ignore. ``api_keys`` maps a call's tenant to its key; "" is everybody else's.
+    """
+
+    url: str
+    model: str
+    timeout_s: float = 600.0
+    targets: Targets | None = None
+    api_keys: Mapping[str, str] = field(default_factory=dict)
+    extra_body: Mapping[str, Any] = field(default_factory=dict)
+    _client: httpx.AsyncClient | None = field(default=None, repr=False)
+
+    async def __aenter__(self) -> Self:
+        # Open loop: whatever is due is sent, however many are waiting.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        self._client = httpx.AsyncClient(timeout=self.timeout_s, limits=limits, trust_env=False)
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        assert self._client is not None
+        await self._client.aclose()
+
+    async def follow(
+        self, record: Record, prompt: list[int] | str, now_s: Callable[[], float]
+    ) -> None:
+        """Sends the record's call and writes into it until the answer has ended. Never raises for
+        what a server or a network may do."""
+        assert self._client is not None, "enter the endpoint first"
+        record.sent_s = now_s()
+        headers, body = self._headers(record), self._body(record, prompt)
+        url = f"{self.url}/v1/completions"
+        try:
+            async with self._client.stream("POST", url, json=body, headers=headers) as response:
+                record.http_status = response.status_code
+                if response.status_code != _OK:
+                    is_rejection = response.status_code in _REJECTIONS
+                    record.status = Status.REJECTED if is_rejection else Status.ERROR
+                    record.problem = (await response.aread())[:_PROBLEM_CHARS].decode(
+                        errors="replace"
+                    )
+                    return
+                await _read_events(record, response, now_s)
+        except httpx.TimeoutException:
+            record.status, record.problem = Status.TIMEOUT, f"no answer in {self.timeout_s:g} s"
+        except httpx.HTTPError as error:
+            record.status, record.problem = Status.ERROR, f"{type(error).__name__}: {error}"
+
+    def _headers(self, record: Record) -> dict[str, str]:
+        headers: dict[str, str] = {}
+        key = self.api_keys.get(record.call.tenant) or self.api_keys.get("")
+        if key:
+            headers["authorization"] = f"Bearer {key}"
+        if record.call.slo_class:
+            headers["x-isthmus-slo-class"] = record.call.slo_class
+        if self.targets is not None:
+            for name, value in (("ttft", self.targets.ttft_ms), ("tpot", self.targets.tpot_ms)):
+                if value is not None:
+                    headers[f"x-isthmus-{name}-ms"] = f"{value:g}"
+        return headers
+
+    def _body(self, record: Record, prompt: list[int] | str) -> dict[str, Any]:
+        return {
+            "model": self.model,
+            "prompt": prompt,
+            "max_tokens": record.call.num_output_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **self.extra_body,
+        }
+
+
+async def _read_events(
+    record: Record, response: httpx.Response, now_s: Callable[[], float]
+) -> None:
+    num_chunks = 0
+    async for line in response.aiter_lines():
+        if not line.startswith("data: ") or line == "data: [DONE]":
+            continue
+        event = json.loads(line[6:])
+        if event.get("error"):
+            record.status = Status.ERROR
+            record.problem = str(event["error"])[:_PROBLEM_CHARS]
+            return
+        if usage := event.get("usage"):
+            record.num_tokens = usage["completion_tokens"]
+            record.num_prompt_tokens = usage["prompt_tokens"]
+        # A last chunk may bring no token but the reason why it is the last; a token that is part
+        # of a character brings no text.
+        if any(_is_token(choice) for choice in event.get("choices") or ()):
+            num_chunks += 1
+            record.last_s = now_s()
+            if num_chunks == 1:
+                record.first_s = record.last_s
+            elif num_chunks == 2:
+                record.second_s = record.last_s
+    if not num_chunks:
+        record.status, record.problem = Status.ERROR, "an answer without a token"
+        return
+    record.num_tokens = record.num_tokens or num_chunks
+    record.status = Status.DONE
+
+
+def _is_token(choice: Mapping[str, Any]) -> bool:
+    return bool(choice.get("text")) or choice.get("finish_reason") is None
+
+
+def stopwatch() -> Callable[[], float]:
+    """Seconds since this call."""
+    start = time.perf_counter()
+    return lambda: time.perf_counter() - start
