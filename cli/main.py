@@ -17,7 +17,7 @@ import typer
 # there is nothing for gRPC to prepare, and it would say so on the terminal.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
-from isthmus.cli.commands import chat, config, doctor, down, scale, status, up
+from isthmus.cli.commands import bench, chat, config, doctor, down, scale, status, up
 from isthmus.cli.options import Output
 from isthmus.cli.output import OutputFormat, print_error, print_json, stdout
 from isthmus.common.errors import IsthmusError
@@ -36,6 +36,7 @@ app.command("scale")(scale.scale)
 app.command("chat")(chat.chat)
 app.command("doctor")(doctor.doctor)
 app.add_typer(config.app, name="config")
+app.add_typer(bench.app, name="bench")
 
 
 def _show_version(is_asked: bool) -> None:

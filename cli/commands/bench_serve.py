@@ -1,0 +1,257 @@
+"""`isthmus bench serve`: open-loop load on any OpenAI-compatible server, judged by its targets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import httpx
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from isthmus.cli.options import Output
+from isthmus.cli.output import OutputFormat, print_json, print_table, stderr, stdout, table
+from isthmus.common.errors import ConfigError
+from isthmus.loadgen.client import Endpoint
+from isthmus.loadgen.open_loop import run_calls
+from isthmus.loadgen.plan import LoadPlan
+from isthmus.loadgen.plots import plot_rates, plot_run
+from isthmus.loadgen.prompts import PromptMaker
+from isthmus.loadgen.search import Search, search_goodput
+from isthmus.loadgen.summary import Spread, Summary, summarise
+from isthmus.loadgen.types import Record, Targets
+from isthmus.workload import Mix, Share, parse_lengths, read_trace
+from isthmus.workload.traces import MOONCAKE_BLOCK_TOKENS
+
+_STAGE = "bench"
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """What is the same at every rate."""
+
+    endpoint: Endpoint
+    plan: LoadPlan
+    prompts: PromptMaker
+    targets: Targets
+    warm_up: int
+
+    async def at(self, rate: float | None) -> tuple[list[Record], Summary]:
+        calls = self.plan.calls(rate)
+        label = f"{len(calls)} calls" + (f" at {rate:g}/s" if rate else "")
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+        with Progress(*columns, TimeElapsedColumn(), console=stderr, transient=True) as bar:
+            task = bar.add_task(label, total=len(calls))
+            async with self.endpoint as endpoint:
+                records = await run_calls(
+                    endpoint,
+                    calls,
+                    self.prompts,
+                    on_progress=lambda _, ended: bar.update(task, completed=ended),
+                )
+        summary = summarise(records, self.targets, self.warm_up)
+        stderr.print(_line(summary))
+        return records, summary
+
+
+def serve(
+    url: Annotated[str, typer.Option(help="Server, without /v1.")] = "http://127.0.0.1:8000",
+    model: Annotated[str, typer.Option(help="Model to name; empty = the server's first.")] = "",
+    rate: Annotated[
+        list[float] | None,
+        typer.Option(help="Calls per second; several = one run each. None: a trace's own."),
+    ] = None,
+    requests: Annotated[
+        int, typer.Option(min=1, help="Calls of a run (of a trace: at most).")
+    ] = 100,
+    prompt: Annotated[
+        str, typer.Option(help="Prompt tokens: 128, 64-512, lognormal:512:0.8, exponential:200.")
+    ] = "128",
+    answer: Annotated[str, typer.Option(help="Output tokens, written alike.")] = "32",
+    cv: Annotated[
+        float, typer.Option(min=0, help="Burstiness: 1 = Poisson, more = Gamma, 0 = a clock.")
+    ] = 1.0,
+    trace: Annotated[
+        Path | None, typer.Option(help="Replay: Azure's .csv or Mooncake's .jsonl.")
+    ] = None,
+    scale: Annotated[float, typer.Option(min=1e-6, help="Multiplies a trace's lengths.")] = 1.0,
+    prefixes: Annotated[int, typer.Option(min=0, help="Number of prefixes shared by calls.")] = 0,
+    prefix_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a shared prefix.")] = 512,
+    ttft_ms: Annotated[float | None, typer.Option(help="Target; none = always met.")] = None,
+    tpot_ms: Annotated[float | None, typer.Option(help="Target; none = always met.")] = None,
+    slo_class: Annotated[str, typer.Option("--class", help="SLO class to ask for.")] = "",
+    send_targets: Annotated[
+        bool, typer.Option(help="Tell the server the targets, in Isthmus's headers.")
+    ] = True,
+    search: Annotated[
+        bool, typer.Option("--search", help="Find the highest rate that attains enough.")
+    ] = False,
+    attainment: Annotated[float, typer.Option(min=0, max=1, help="Enough, for --search.")] = 0.9,
+    warm_up: Annotated[int, typer.Option(min=0, help="First calls that do not count.")] = 0,
+    vocab: Annotated[int, typer.Option(min=0, help="Send token ids below this; 0 = text.")] = 0,
+    seed: Annotated[int, typer.Option(help="The same seed sends the same calls.")] = 0,
+    timeout_s: Annotated[float, typer.Option(min=0.1, help="Longest silence of an answer.")] = 600,
+    api_key: Annotated[str, typer.Option(envvar="OPENAI_API_KEY", help="Bearer token.")] = "",
+    save: Annotated[Path | None, typer.Option(help="Write all figures as JSON.")] = None,
+    records: Annotated[Path | None, typer.Option(help="Write each call as a JSON line.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write a PNG.")] = None,
+    output: Output = OutputFormat.TEXT,
+) -> None:
+    """Send calls when they are due, whatever becomes of the earlier ones, and judge each answer.
+
+    TTFT counts from when a call was due. Goodput is calls a second that met both targets; refused
+    and failed calls count as offered."""
+    targets = Targets(ttft_ms, tpot_ms)
+    block_tokens = max(1, round(MOONCAKE_BLOCK_TOKENS * scale)) if trace else prefix_tokens
+    share = Share(
+        1.0, parse_lengths(prompt), parse_lengths(answer), slo_class, num_prefixes=prefixes
+    )
+    run = _Run(
+        endpoint=Endpoint(
+            url=url.rstrip("/"),
+            model=model or _first_model(url.rstrip("/"), api_key),
+            timeout_s=timeout_s,
+            targets=targets if send_targets else None,
+            api_keys={"": api_key} if api_key else {},
+        ),
+        plan=LoadPlan(
+            num_calls=requests,
+            seed=seed,
+            mix=Mix((share,)),
+            cv=cv,
+            trace=read_trace(trace) if trace else (),
+            scale=scale,
+        ),
+        prompts=PromptMaker(seed, vocab, block_tokens),
+        targets=targets,
+        warm_up=warm_up,
+    )
+    rates: list[float | None] = [*rate] if rate else [None]
+    _check(run, rates, search)
+    if search:
+        found, runs = asyncio.run(_search(run, rates[0] or 1.0, attainment))
+    else:
+        found, runs = None, asyncio.run(_all(run, rates))
+    summaries = [summary for _, summary in runs]
+    result = {
+        "endpoint": run.endpoint.url,
+        "model": run.endpoint.model,
+        "runs": [summary.as_json() for summary in summaries],
+        "search": asdict(found) if found else None,
+    }
+    if save:
+        save.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    if records:
+        _write_records(records, [record for made, _ in runs for record in made])
+    if plot and len(runs) == 1:
+        plot_run(plot, runs[0][0], targets)
+    elif plot:
+        plot_rates(plot, {run.endpoint.model: summaries}, attainment)
+    if output is OutputFormat.JSON:
+        print_json(result)
+    else:
+        _show(summaries, found)
+
+
+def _check(run: _Run, rates: list[float | None], search: bool) -> None:
+    if not run.plan.trace and rates == [None] and not search:
+        raise ConfigError("--rate is needed without --trace", stage=_STAGE)
+    if any(rate is not None and rate <= 0 for rate in rates):
+        raise ConfigError("--rate must be positive", stage=_STAGE)
+    num_calls = len(run.plan.trace[: run.plan.num_calls]) or run.plan.num_calls
+    if run.warm_up >= num_calls:
+        raise ConfigError(f"--warm-up leaves none of {num_calls} calls", stage=_STAGE)
+
+
+def _first_model(url: str, api_key: str) -> str:
+    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    try:
+        response = httpx.get(f"{url}/v1/models", headers=headers, timeout=10, trust_env=False)
+        response.raise_for_status()
+        return str(response.json()["data"][0]["id"])
+    except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
+        raise ConfigError(f"{url}/v1/models does not say a model: {error}", stage=_STAGE) from error
+
+
+async def _all(run: _Run, rates: list[float | None]) -> list[tuple[list[Record], Summary]]:
+    return [await run.at(rate) for rate in rates]
+
+
+async def _search(
+    run: _Run, start: float, asked: float
+) -> tuple[Search, list[tuple[list[Record], Summary]]]:
+    runs: list[tuple[list[Record], Summary]] = []
+
+    async def attained(rate: float) -> float:
+        runs.append(await run.at(rate))
+        return runs[-1][1].attainment
+
+    return await search_goodput(attained, start=start, asked=asked), runs
+
+
+def _write_records(path: Path, records: list[Record]) -> None:
+    with path.open("w", encoding="utf-8") as lines:
+        for record in records:
+            row: dict[str, Any] = asdict(record) | {
+                "status": record.status.value,
+                "ttft_ms": record.ttft_ms,
+                "tpot_ms": record.tpot_ms,
+            }
+            lines.write(json.dumps(row) + "\n")
+
+
+# --- what is shown --------------------------------------------------------------------------------
+
+
+def _line(summary: Summary) -> str:
+    return (
+        f"{summary.offered_rate:.3g}/s offered: {summary.attainment:.1%} good, "
+        f"goodput {summary.goodput:.3g}/s, TTFT p90 {summary.ttft.p90:.0f} ms, "
+        f"TPOT p90 {summary.tpot.p90:.1f} ms"
+    )
+
+
+def _show(summaries: list[Summary], found: Search | None) -> None:
+    made = table("offered/s", "good", "goodput/s", "tokens/s", "refused", "failed", "lag p99 ms")
+    for summary in summaries:
+        verdicts = summary.verdicts
+        made.add_row(
+            f"{summary.offered_rate:.3g}",
+            f"{summary.attainment:.1%}",
+            f"{summary.goodput:.3g}",
+            f"{summary.output_tokens_per_s:.1f}",
+            str(verdicts["rejected"]),
+            str(verdicts["error"] + verdicts["timeout"]),
+            f"{summary.lag.p99:.1f}",
+        )
+    print_table(made)
+    spreads = table("ms", "offered/s", "mean", "p50", "p90", "p99", "max")
+    for summary in summaries:
+        for name, item in (
+            ("TTFT", summary.ttft),
+            ("TPOT", summary.tpot),
+            ("second token gap", summary.second_token_gap),
+            ("end to end", summary.e2e),
+        ):
+            spreads.add_row(name, f"{summary.offered_rate:.3g}", *_figures(item))
+    print_table(spreads)
+    for summary in summaries:
+        for problem, count in summary.problems.items():
+            stderr.print(f"{count} × {problem}", markup=False)
+        if summary.is_generator_late:
+            stderr.print(
+                f"the generator sent calls up to {summary.lag.max:.0f} ms late at "
+                f"{summary.offered_rate:.3g}/s: its own speed is part of these figures"
+            )
+    if found is not None:
+        bound = "at least " if found.is_capped else ""
+        stdout.print(f"goodput at {found.asked:.0%} attainment: {bound}{found.rate:.3g} requests/s")
+
+
+def _figures(item: Spread) -> tuple[str, ...]:
+    if not item.count:
+        return ("–",) * 5
+    return tuple(f"{value:.1f}" for value in (item.mean, item.p50, item.p90, item.p99, item.max))
