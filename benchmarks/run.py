@@ -8,7 +8,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 NAMES = (
-    "kernels", "limit", "engine", "pair", "idle",
+    "kernels", "limit", "engine", "pair", "idle", "goodput",
     "transfer", "router", "overhead", "storm", "identity", "kernel_resources",
     "tensor_parallel",
 )  # fmt: skip

@@ -77,8 +77,9 @@ async def test_load_is_streamed_when_it_changes() -> None:
             await poll_until(lambda: len(reports) == 1)
             worker.model.gate.clear()
             answer = await gateway.submit(make_request(make_prompt(50)), None)
-            await poll_until(lambda: reports[-1].waiting_tokens > 0)
-            assert reports[-1].running_seqs == 1
+            # A first report may still have it in line.
+            await poll_until(lambda: reports[-1].running_seqs == 1)
+            assert reports[-1].waiting_tokens > 0
             worker.model.gate.set()
             await answer.end()
             await poll_until(lambda: reports[-1].steps > 5 and reports[-1].running_seqs == 0)
