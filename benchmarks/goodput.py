@@ -3,11 +3,11 @@
 Every side serves the same calls at the same times, rate by rate, on the same cores. The targets are
 ``--slack`` times what a lone request sees on one mixed instance (medians over the mix). A call is
 good when it met both; attainment is the share of good ones among all that were offered, goodput
-their number a second. Sides are interleaved at every rate, so that a slower hour of the machine does
-not fall on one of them.
+their number a second. Sides are interleaved at every rate, so that a slower hour of the machine
+does not fall on one of them.
 
-``python -m benchmarks.goodput --mix long --rates 0.2,0.4,0.6`` writes ``goodput-long.json``, ``.md``
-and ``.png`` to benchmarks/out.
+``python -m benchmarks.goodput --mix long --rates 0.2,0.4,0.6`` writes ``goodput-long.json``,
+``.md`` and ``.png`` to benchmarks/out.
 """
 
 from __future__ import annotations
