@@ -52,14 +52,15 @@ FIRST_ORDINARY_TOKEN = 100
 def side_result(side: Side, setup: Setup, load: Load, rounds: Sequence[int]) -> Result:
     """Starts and measures one side; what stands in the way becomes a sentence of the result."""
     readings: list[Round] = []
-    skipped = ""
+    problems: list[str] = []
     try:
         side.prepare(setup)
         for stage in ("alone", "loaded") if side.is_split else ("all",):
             more, skipped = stage_rounds(side, setup, load, stage, rounds)
             readings = merged(readings, more)
+            problems += [skipped] if skipped else []
     except Unavailable as error:
-        skipped = str(error)
+        problems.append(str(error))
     return Result(
         name=side.name,
         title=side.title + (f" ({setup.peer_dtype})" if is_free_to_choose(side) else ""),
@@ -67,7 +68,7 @@ def side_result(side: Side, setup: Setup, load: Load, rounds: Sequence[int]) -> 
         bytes_per_weight=side.bytes_per_weight(setup),
         num_rounds=len(readings),
         readings=medians(readings) if readings else {},
-        skipped=skipped,
+        skipped="; ".join(problems),
     )
 
 
