@@ -90,6 +90,9 @@ def error_to_pb(error: IsthmusError) -> pb.ErrorDetail:
         instance_id=detail.instance_id,
         retry_after_ms=detail.retry_after_ms,
         param=detail.param,
+        reason=detail.reason,
+        predicted_ms=detail.predicted_ms,
+        limit_ms=detail.limit_ms,
     )
 
 
@@ -102,6 +105,9 @@ def error_from_pb(message: pb.ErrorDetail) -> IsthmusError:
         instance_id=message.instance_id,
         retry_after_ms=message.retry_after_ms,
         param=message.param if message.HasField("param") else None,
+        reason=message.reason,
+        predicted_ms=message.predicted_ms if message.HasField("predicted_ms") else None,
+        limit_ms=message.limit_ms if message.HasField("limit_ms") else None,
     ).to_error()
 
 

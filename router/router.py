@@ -7,19 +7,20 @@ reservation expires, so that a burst does not all go to whoever was idle in the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from isthmus.common import metrics
 from isthmus.common.clock import NS_PER_MS, Clock
 from isthmus.common.cluster import Role
 from isthmus.common.config import RouterConfig
-from isthmus.common.ids import DecisionId, InstanceId, new_decision_id
+from isthmus.common.errors import IsthmusError
+from isthmus.common.ids import DecisionId, InstanceId, RequestId, new_decision_id
 from isthmus.common.types import InstanceRef, RouteAction, RouteDecision
 from isthmus.router.admission import FilterReason, filter_reason, overload, refusal
 from isthmus.router.baselines import least_loaded, round_robin
 from isthmus.router.cluster_view import ClusterView, CompatKey, InstanceView
-from isthmus.router.explain import MAX_EXPLAINED, DecisionLog, DecisionRecord, ExplainedCandidate
+from isthmus.router.explain import DecisionLog, DecisionRecord
 from isthmus.router.policy import Candidate, LeastPredictedLoad, Policy, Pool
 from isthmus.router.predictor import (
     DecodeOption,
@@ -31,6 +32,7 @@ from isthmus.router.predictor import (
 from isthmus.router.snapshot import RouterSnapshot, take_snapshot
 from isthmus.router.state import RouterState
 from isthmus.router.types import Outcome, OutcomeKind, RouteQuery
+from isthmus.router.verdict import Admitted, Rejected, Settled, Verdict
 
 # Looking up an enum's member costs as much as the rest of a filter does.
 _PREFILL = Role.PREFILL
@@ -58,6 +60,7 @@ class Router:
         self._turn = 0
         self.state = RouterState(config, clock)
         self.log = DecisionLog()
+        self.on_progress: Callable[[], None] | None = None
 
     @property
     def cluster(self) -> ClusterView:
@@ -76,16 +79,36 @@ class Router:
         self._expire(now_ns)
         filtered: dict[InstanceId, FilterReason] = {}
         pool = self._pool(query, filtered, now_ns)
-        if not pool.decodes:
+        error: IsthmusError | None
+        if pool.decodes:
+            error = overload(pool.decodes)
+        else:
             views = self.cluster.by_role(Role.DECODE, Role.MIXED)
-            raise refusal(query, views, filtered, now_ns)
-        if (error := overload(pool.decodes)) is not None:
+            error = refusal(query, views, filtered, now_ns)
+        record = DecisionRecord.of(query, filtered, self._clock.now_ns())
+        if error is not None:
+            self.log.add(record.refused(error))
             raise error
         candidates = self._policy.rank(query, pool)
         decision = self._commit(query, candidates, now_ns)
-        explained = tuple(ExplainedCandidate.of(item) for item in candidates[:MAX_EXPLAINED])
-        self.log.add(DecisionRecord(decision, query.num_prompt_tokens, now_ns, explained, filtered))
+        self.log.add(record.decided(decision, candidates))
         return decision
+
+    def submit(self, query: RouteQuery) -> Verdict:
+        """As ``router.verdict`` describes. This router holds nobody: it decides at once."""
+        try:
+            return Admitted(self.route(query))
+        except IsthmusError as error:
+            return Rejected(error)
+
+    def tick(self) -> list[Settled]:
+        return []
+
+    def next_tick_ns(self) -> int | None:
+        return None
+
+    def cancel(self, request_id: RequestId) -> None:
+        """Nothing more is said about a query that is held; a no-op for any other."""
 
     def reroute(self, query: RouteQuery, failed: InstanceId, reason: str) -> RouteDecision:
         """A new decision that avoids ``failed`` as well. Report the old decision's outcome too."""
@@ -100,7 +123,7 @@ class Router:
         now_ns = self._clock.monotonic_ns()
         record = self.log.get(decision_id)
         if record is not None:
-            record.outcomes.append(outcome.kind)
+            record.told(outcome)
         made = self._open.get(decision_id)
         if outcome.failed_instance is not None:
             self._blame(made, outcome.failed_instance, now_ns)

@@ -6,12 +6,17 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from isthmus.common.ids import HashChain, InstanceId, RequestId
+from isthmus.common.timeline import Timeline
 from isthmus.common.types import Slo
 
 
 @dataclass(frozen=True, slots=True)
 class RouteQuery:
-    """``hash_chains``: one of the prompt's full blocks for each block size in the cluster."""
+    """``hash_chains``: one of the prompt's full blocks for each block size in the cluster.
+
+    ``arrival_ns`` is when the gateway had read the request, which its targets count from, and
+    ``deadline_ns`` when it ends whatever has become of it: unix time, 0 = not known.
+    """
 
     request_id: RequestId
     model: str
@@ -21,6 +26,8 @@ class RouteQuery:
     priority: int = 0
     tenant: str = ""
     max_output_tokens: int = 16
+    arrival_ns: int = 0
+    deadline_ns: int = 0
     exclude: frozenset[InstanceId] = frozenset()
     prefer_decode: InstanceId | None = None
     needs_whole_prompt: bool = False  # every prompt position must be computed (prompt logprobs)
@@ -45,6 +52,7 @@ class Outcome:
     kind: OutcomeKind
     failed_instance: InstanceId | None = None
     tpot_ms: float | None = None
+    timeline: Timeline | None = None  # for explanations
 
     @classmethod
     def first_token(cls) -> Outcome:
@@ -52,9 +60,12 @@ class Outcome:
 
     @classmethod
     def finished(
-        cls, tpot_ms: float | None = None, failed_instance: InstanceId | None = None
+        cls,
+        tpot_ms: float | None = None,
+        failed_instance: InstanceId | None = None,
+        timeline: Timeline | None = None,
     ) -> Outcome:
-        return cls(OutcomeKind.FINISHED, failed_instance, tpot_ms)
+        return cls(OutcomeKind.FINISHED, failed_instance, tpot_ms, timeline)
 
     @classmethod
     def cancelled(cls) -> Outcome:

@@ -49,7 +49,7 @@ INSTANCE_STATE_STOPPED: InstanceState
 INSTANCE_STATE_LOST: InstanceState
 
 class ErrorDetail(_message.Message):
-    __slots__ = ("code", "message", "stage", "retryable", "instance_id", "retry_after_ms", "param")
+    __slots__ = ("code", "message", "stage", "retryable", "instance_id", "retry_after_ms", "param", "reason", "predicted_ms", "limit_ms")
     CODE_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     STAGE_FIELD_NUMBER: _ClassVar[int]
@@ -57,6 +57,9 @@ class ErrorDetail(_message.Message):
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     RETRY_AFTER_MS_FIELD_NUMBER: _ClassVar[int]
     PARAM_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    PREDICTED_MS_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_MS_FIELD_NUMBER: _ClassVar[int]
     code: str
     message: str
     stage: str
@@ -64,7 +67,10 @@ class ErrorDetail(_message.Message):
     instance_id: str
     retry_after_ms: int
     param: str
-    def __init__(self, code: _Optional[str] = ..., message: _Optional[str] = ..., stage: _Optional[str] = ..., retryable: _Optional[bool] = ..., instance_id: _Optional[str] = ..., retry_after_ms: _Optional[int] = ..., param: _Optional[str] = ...) -> None: ...
+    reason: str
+    predicted_ms: float
+    limit_ms: float
+    def __init__(self, code: _Optional[str] = ..., message: _Optional[str] = ..., stage: _Optional[str] = ..., retryable: _Optional[bool] = ..., instance_id: _Optional[str] = ..., retry_after_ms: _Optional[int] = ..., param: _Optional[str] = ..., reason: _Optional[str] = ..., predicted_ms: _Optional[float] = ..., limit_ms: _Optional[float] = ...) -> None: ...
 
 class Slo(_message.Message):
     __slots__ = ("class_name", "ttft_ms", "tpot_ms", "e2e_ms", "quantile", "weight", "is_strict")

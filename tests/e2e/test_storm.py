@@ -64,7 +64,7 @@ async def test_a_storm_over_dying_workers_is_accounted_for(
         assert {"cancelled", "bad_input"} <= tally.outcomes.keys()
         await running.wait_at_rest()
         assert await moved.by("isthmus_requests_total") <= shape.num_requests
-        assert await moved.by("isthmus_requests_total", outcome="ok") >= tally.outcomes["good"]
+        assert await moved.by("isthmus_requests_total", outcome="good") >= tally.outcomes["good"]
         after = await running.metrics()
         assert after.get("isthmus_requests_inflight") == 0
         assert after.get("isthmus_router_reservations") == 0
