@@ -47,5 +47,3 @@ class ReadyCluster:
     """Folder by which other commands find the cluster."""
     seconds: float
     instances: tuple[ReadyInstance, ...]
-    other_urls: tuple[str, ...] = ()
-    """Of the gateways behind the first."""

@@ -40,6 +40,5 @@ async def get_version() -> JSONResponse:
 
 
 @router.get("/metrics")
-async def get_metrics(request: Request) -> Response:
-    gateway_of(request).goodput.publish()
+async def get_metrics() -> Response:
     return Response(generate_latest(), headers={"content-type": CONTENT_TYPE_LATEST})
