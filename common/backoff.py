@@ -9,6 +9,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
+RETRY_RANGE_MS = (1_000, 60_000)
+
 
 class Backoff:
     """Waits of ``initial_s``, twice that, … up to ``cap_s``, each scaled by a random 0.5 … 1."""
@@ -31,3 +33,10 @@ class Backoff:
 
     def reset(self) -> None:
         self._ceiling_s = self._initial_s
+
+
+def retry_after_ms(wait_ms: float) -> int:
+    """What a refused client is told to wait: jittered by a fifth, so that the refused do not come
+    back together; 1 to 60 seconds."""
+    low, high = RETRY_RANGE_MS
+    return int(min(max(wait_ms * random.uniform(0.8, 1.2), low), high))

@@ -95,14 +95,6 @@ class InstanceInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class LinkRate:
-    """How fast KV was measured to go from the instance that reports it to another."""
-
-    target_id: InstanceId
-    bytes_per_s: float
-
-
-@dataclass(frozen=True, slots=True)
 class LoadReport:
     """A worker's own view of its load; ``seq`` grows with each report of one epoch."""
 
@@ -124,4 +116,3 @@ class LoadReport:
     inflight_transfer_bytes: int = 0
     step_ms: float = 0.0  # EWMA
     steps: int = 0  # finished steps: a progress check
-    links: tuple[LinkRate, ...] = ()  # to where it has sent enough to tell

@@ -10,20 +10,18 @@ import difflib
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
 
 from isthmus.common.cluster import Role
+from isthmus.common.config_node import Node
 from isthmus.common.errors import ConfigError
+from isthmus.common.slo import LabelName, SloConfig, TenantConfig, hash_key
 
 ENV_PREFIX = "ISTHMUS_"
 DTypeName = Literal["auto", "float32", "bfloat16"]
-
-
-class Node(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
 
 def _unquoted(value: object) -> object:
@@ -126,18 +124,21 @@ class TransferConfig(Node):
         "no token is out, or compute it on the decode instance at once (which is also what "
         "follows when the other fails, or there is none)",
     )
-    canary_every: int = Field(
-        0,
-        ge=0,
-        description="every how many-th greedy request that was served with KV from elsewhere is "
-        "computed again on its decode instance, when that is idle, and compared; 0 = none",
-    )
     fault_script: str = Field("", description="scripted faults of the fake connector (tests)")
 
 
 class RouterConfig(Node):
     policy: Literal["least_predicted_load", "round_robin", "least_loaded"] = Field(
         "least_predicted_load", description="which pair of instances serves a request"
+    )
+    mode: Literal["auto", "embedded", "process"] = Field(
+        "auto",
+        description="where decisions are made: in each gateway, or in processes of their own of "
+        "which one leads; auto = in the gateway where there is one, in processes where there are "
+        "several",
+    )
+    replicas: int = Field(
+        2, ge=1, description="router processes, where there are any: one leads, the others stand by"
     )
     min_remote_tokens: int = Field(
         32, ge=0, description="fewer uncached prompt tokens than this are computed on decode"
@@ -156,7 +157,13 @@ class RouterConfig(Node):
 
 class GatewayConfig(Node):
     host: str = Field("127.0.0.1", description="address on which the gateway listens")
-    port: int = Field(8000, ge=0, le=65_535, description="0 = any free port")
+    port: int = Field(
+        8000,
+        ge=0,
+        le=65_535,
+        description="of the first gateway, the next ones have the ports after it; 0 = any free",
+    )
+    replicas: int = Field(1, ge=1, le=64, description="gateway processes")
     request_timeout_ms: int = Field(600_000, ge=1, description="deadline of one request")
     max_body_bytes: int = Field(16 * 2**20, ge=1, description="larger request bodies get 413")
     max_inflight: int = Field(1024, ge=1, description="more concurrent requests get 429")
@@ -168,7 +175,7 @@ class GatewayConfig(Node):
         "resume", description="what happens to a stream whose decode instance dies"
     )
     instance_wait_ms: int = Field(
-        10_000,
+        30_000,
         ge=0,
         description="longest wait for a decode or mixed instance to be ready when none is, before "
         "503; 0 = refuse at once",
@@ -219,11 +226,24 @@ class ClusterConfig(Node):
     transfer: TransferConfig = TransferConfig()
     router: RouterConfig = RouterConfig()
     gateway: GatewayConfig = GatewayConfig()
+    slo: SloConfig = SloConfig()
+    tenants: dict[LabelName, TenantConfig] = Field(
+        default_factory=dict,
+        description="who may send requests, by name; the keys of gateway.api_keys are tenants "
+        "without a name",
+    )
     registry: RegistryConfig = RegistryConfig()
     lifecycle: LifecycleConfig = LifecycleConfig()
     logging: LoggingConfig = LoggingConfig()
     host: str = Field("127.0.0.1", description="address on which workers listen")
     state_dir: str = Field("", description="run-time state; default: the user's state folder")
+
+    @property
+    def has_router_processes(self) -> bool:
+        """Routers run apart from the gateways."""
+        if self.router.mode == "auto":
+            return self.gateway.replicas > 1
+        return self.router.mode == "process"
 
     def pool(self, role: Role) -> PoolConfig:
         """The instances of a role."""
@@ -247,6 +267,26 @@ class ClusterConfig(Node):
             raise ValueError(
                 f"model.quantization int8 runs on the CPU only, and device is {other[0]}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _a_key_names_one_tenant(self) -> ClusterConfig:
+        owners = {hash_key(key): "gateway.api_keys" for key in self.gateway.api_keys}
+        for name, tenant in self.tenants.items():
+            for digest in tenant.all_hashes:
+                if digest in owners:
+                    raise ValueError(f"one key is in tenants.{name} and in {owners[digest]}")
+                owners[digest] = f"tenants.{name}"
+        return self
+
+    @model_validator(mode="after")
+    def _classes_of_tenants_are_known(self) -> ClusterConfig:
+        for name, tenant in self.tenants.items():
+            if tenant.default_class and tenant.default_class not in self.slo.classes:
+                raise ValueError(
+                    f"tenants.{name}.default_class {tenant.default_class!r} is not one of "
+                    "slo.classes"
+                )
         return self
 
     @model_validator(mode="after")
@@ -340,10 +380,21 @@ def _explain(error: ValidationError) -> list[str]:
     return lines
 
 
+def node_of_mapping(annotation: Any) -> type[BaseModel] | None:
+    """The kind of node that a mapping of names holds; None for anything else."""
+    kinds = get_args(annotation) if get_origin(annotation) is dict else ()
+    is_node = bool(kinds) and isinstance(kinds[1], type) and issubclass(kinds[1], BaseModel)
+    return kinds[1] if is_node else None
+
+
 def _nearest(loc: tuple[int | str, ...]) -> str:
     node: type[BaseModel] = ClusterConfig
-    for part in loc[:-1]:
+    parents = iter(loc[:-1])
+    for part in parents:
         annotation = node.model_fields[str(part)].annotation
+        if named := node_of_mapping(annotation):
+            next(parents, None)  # the name that an operator chose
+            annotation = named
         if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
             return ""
         node = annotation

@@ -7,13 +7,16 @@
     │   ├── UnsupportedParameterError  400
     │   ├── ContextLengthError         400
     │   ├── RequestTooLargeError       413
+    │   ├── InfeasibleSloError         422  strict targets that not even an idle cluster meets
     │   ├── ModelNotFoundError         404
     │   ├── UnknownRouteError          404
     │   ├── MethodNotAllowedError      405
     │   └── AuthenticationError        401
     ├── CapacityError                  503  try again later
     │   ├── RateLimitedError           429
-    │   ├── NoInstanceError            503  a pool is empty or nothing is compatible
+    │   │   ├── QuotaError             429  the tenant has its share
+    │   │   └── SloShedError           429  others' targets are kept at the cost of this one
+    │   ├── NoInstanceError            503  a pool is empty, or starts, or drains
     │   └── OutOfBlocksError           503  an instance has no KV blocks left
     ├── DeadlineError                  504
     ├── CancelledError                 499  the client went away
@@ -26,7 +29,6 @@
     │   ├── LayoutMismatchError        502
     │   ├── ChecksumError              502  what arrived is not what was sent
     │   ├── TransferTimeoutError       504
-    │   ├── TransferHopelessError      504  KV could not arrive in time, so it was not sent
     │   └── PrefillFailedError         502  final: the operator wants no other attempt
     ├── ModelError                     500  a model cannot be loaded
     │   ├── ModelFileError
@@ -36,7 +38,9 @@
     └── InternalError                  500
 
 A leaf fixes its code, whether a retry may help, its gRPC status, its HTTP status and OpenAI's error
-type. ``stage`` says where it happened and is part of the message a client sees.
+type. ``stage`` says where it happened and is part of the message a client sees; ``reason`` why, in
+one word from a small set (the code, where the code says it all); ``predicted_ms`` and ``limit_ms``
+what a refusal compared, where it compared times.
 """
 
 from __future__ import annotations
@@ -60,6 +64,9 @@ class IsthmusError(Exception):
         param: str | None = None,
         instance_id: str = "",
         retry_after_ms: int = 0,
+        reason: str = "",
+        predicted_ms: float | None = None,
+        limit_ms: float | None = None,
     ) -> None:
         super().__init__(message)
         self.message = message
@@ -67,6 +74,9 @@ class IsthmusError(Exception):
         self.param = param
         self.instance_id = instance_id
         self.retry_after_ms = retry_after_ms
+        self.reason = reason or self.code
+        self.predicted_ms = predicted_ms
+        self.limit_ms = limit_ms
 
 
 class InvalidRequestError(IsthmusError):
@@ -93,6 +103,12 @@ class ModelNotFoundError(InvalidRequestError):
     code = "model_not_found"
     grpc_status = "NOT_FOUND"
     http_status = 404
+
+
+class InfeasibleSloError(InvalidRequestError):
+    code = "slo_infeasible"
+    grpc_status = "FAILED_PRECONDITION"
+    http_status = 422
 
 
 class UnknownRouteError(InvalidRequestError):
@@ -126,6 +142,14 @@ class RateLimitedError(CapacityError):
     grpc_status = "RESOURCE_EXHAUSTED"
     http_status = 429
     openai_type = "rate_limit_error"
+
+
+class QuotaError(RateLimitedError):
+    code = "quota_exceeded"
+
+
+class SloShedError(RateLimitedError):
+    code = "slo_shed"
 
 
 class NoInstanceError(CapacityError):
@@ -200,13 +224,6 @@ class TransferTimeoutError(TransferError):
     openai_type = "timeout_error"
 
 
-class TransferHopelessError(TransferError):
-    code = "transfer_hopeless"
-    grpc_status = "DEADLINE_EXCEEDED"
-    http_status = 504
-    openai_type = "timeout_error"
-
-
 class PrefillFailedError(TransferError):
     code = "prefill_failed"
     retryable = False
@@ -256,6 +273,9 @@ class ErrorDetail:
     instance_id: str = ""
     retry_after_ms: int = 0
     param: str | None = None
+    reason: str = ""
+    predicted_ms: float | None = None
+    limit_ms: float | None = None
 
     @classmethod
     def of(cls, error: IsthmusError) -> ErrorDetail:
@@ -267,6 +287,9 @@ class ErrorDetail:
             instance_id=error.instance_id,
             retry_after_ms=error.retry_after_ms,
             param=error.param,
+            reason=error.reason,
+            predicted_ms=error.predicted_ms,
+            limit_ms=error.limit_ms,
         )
 
     def to_error(self) -> IsthmusError:
@@ -278,4 +301,7 @@ class ErrorDetail:
             param=self.param,
             instance_id=self.instance_id,
             retry_after_ms=self.retry_after_ms,
+            reason=self.reason,
+            predicted_ms=self.predicted_ms,
+            limit_ms=self.limit_ms,
         )

@@ -11,11 +11,36 @@ from prometheus_client import Counter, Gauge, Histogram
 _FAST = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
 _LATENCY = (0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2, 3, 5, 7.5, 10, 20, 40, 80)
 _PER_TOKEN = (0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.5, 1)
+_SLACK = (-10, -5, -2, -1, -0.5, -0.2, -0.1, -0.05, 0, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
 _COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 
 # --- gateway: what a client sees ---------------------------------------------------------------
 REQUESTS = Counter(
-    "isthmus_requests", "Requests by outcome, counted once at their end", ["slo_class", "outcome"]
+    "isthmus_requests",
+    "Requests by outcome (good, late_ttft, late_tpot, both, late_e2e, rejected, error, cancelled, "
+    "invalid), counted once at their end",
+    ["slo_class", "tenant", "outcome"],
+)
+REQUESTS_OFFERED = Counter(
+    "isthmus_requests_offered",
+    "Requests that came with a valid body, whatever became of them: the demand",
+    ["slo_class", "tenant"],
+)
+GOODPUT_RATIO = Gauge(
+    "isthmus_goodput_ratio",
+    "Good requests of those offered that ended within the last minute; absent when none did",
+    ["slo_class", "tenant"],
+)
+ADMISSION = Counter(
+    "isthmus_admission",
+    "Requests by what was decided (admit, queue, degrade, reject) and why",
+    ["slo_class", "decision", "reason"],
+)
+SLACK = Histogram(
+    "isthmus_slack_seconds",
+    "Time left of a target (ttft, tpot) at the decision, going by the prediction",
+    ["slo_class", "target"],
+    buckets=_SLACK,
 )
 REQUESTS_INFLIGHT = Gauge("isthmus_requests_inflight", "Requests being served")
 REQUESTS_HELD = Gauge(
@@ -29,7 +54,7 @@ TTFT = Histogram(
 )
 TPOT = Histogram(
     "isthmus_tpot_seconds",
-    "(Last token − first token received) / (output tokens − 1), of the longest choice",
+    "(Last token − first token received) / (output tokens − 1), of the slowest choice",
     ["slo_class"],
     buckets=_PER_TOKEN,
 )
@@ -45,6 +70,7 @@ E2E = Histogram(
 SECOND_TOKEN_GAP = Histogram(
     "isthmus_second_token_gap_seconds",
     "First token → second token: where a transfer would hide",
+    ["slo_class"],
     buckets=_LATENCY,
 )
 STAGE = Histogram(
@@ -61,6 +87,14 @@ LOCAL_PREFILL = Counter(
 )
 DECISIONS = Counter("isthmus_route_decisions", "Route decisions", ["policy", "path"])
 ROUTE_FALLBACK = Counter("isthmus_route_fallback", "Decisions made without load information")
+ROUTER_FALLBACK = Counter(
+    "isthmus_router_fallback",
+    "Decisions that a gateway made by itself for want of a router, by why",
+    ["reason"],
+)
+ROUTER_LEADING = Gauge(
+    "isthmus_router_leading", "1 while the router of this process decides for all gateways"
+)
 INDEX_BLOCKS = Gauge("isthmus_router_index_blocks", "Blocks in the router's prefix index")
 RESERVATIONS = Gauge("isthmus_router_reservations", "Open reservations in the ledger")
 INSTANCES = Gauge("isthmus_instances", "Instances known to the router", ["role", "state"])
@@ -100,16 +134,6 @@ TRANSFER_SECONDS = Histogram(
     ["role", "instance"],
     buckets=_FAST,
 )
-LINK_RATE = Gauge(
-    "isthmus_kv_link_bytes_per_second",
-    "KV bytes a second to another instance, moving average over ended writes",
-    ["role", "instance", "peer", "connector"],
-)
-TRANSFERS_HOPELESS = Counter(
-    "isthmus_kv_transfers_hopeless",
-    "Transfers given up early: the link was too slow for what was left of their time",
-    ["role", "instance", "connector"],
-)
 CORRUPT_BLOCKS = Counter(
     "isthmus_kv_corrupt_blocks",
     "Received KV blocks that are not what was sent, by their checksums",
@@ -117,24 +141,8 @@ CORRUPT_BLOCKS = Counter(
 )
 PREFILL_FAILURES = Counter(
     "isthmus_prefill_failures",
-    "Prompts that another instance could not compute or send, by what the request's class asks "
-    "for, what was done, and why",
-    ["role", "instance", "policy", "remedy", "reason"],
-)
-CANARY = Counter(
-    "isthmus_canary",
-    "Served requests that were computed again on the decode instance, by what came of it",
-    ["role", "instance", "result"],
-)
-CANARY_MISMATCH = Counter(
-    "isthmus_canary_mismatch",
-    "Of these, answers that were not what the decode instance computes, by who computed the prompt",
-    ["role", "instance", "prefill"],
-)
-CANARY_TOKENS = Counter(
-    "isthmus_canary_prompt_tokens",
-    "Prompt tokens computed for such comparisons; isthmus_computed_prompt_tokens counts them too",
-    ["role", "instance"],
+    "Prompts that another instance could not compute or send, by what was done and why",
+    ["role", "instance", "remedy", "reason"],
 )
 NOTIFICATIONS_IGNORED = Counter(
     "isthmus_kv_notifications_ignored",

@@ -34,11 +34,26 @@ class InstanceStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class FrontStatus:
+    """A gateway or a router process. ``address`` is empty while a router does not answer."""
+
+    name: str
+    kind: str
+    pid: int
+    num_restarts: int
+    last_exit: str
+    address: str
+    has_router: bool
+    is_leading: bool
+
+
+@dataclass(frozen=True, slots=True)
 class ClusterStatus:
     cluster: str
     model: str
     gateway_url: str
     instances: tuple[InstanceStatus, ...]
+    front: tuple[FrontStatus, ...] = ()
 
 
 async def cluster_status(control_address: str) -> ClusterStatus:
@@ -52,7 +67,11 @@ async def cluster_status(control_address: str) -> ClusterStatus:
         reply = await _call(stub.ListInstances(request, timeout=CALL_TIMEOUT_S), control_address)
     instances = await asyncio.gather(*(_with_load(item) for item in reply.instances))
     return ClusterStatus(
-        reply.cluster, reply.model, f"http://{reply.gateway_address}", tuple(instances)
+        cluster=reply.cluster,
+        model=reply.model,
+        gateway_url=f"http://{reply.gateway_address}",
+        instances=tuple(instances),
+        front=tuple(_front(item) for item in reply.front),
     )
 
 
@@ -75,6 +94,19 @@ async def shut_down(control_address: str, reason: str) -> None:
         stub = control_pb2_grpc.ControlServiceStub(channel)
         request = control_pb2.ShutdownRequest(reason=reason)
         await _call(stub.Shutdown(request, timeout=CALL_TIMEOUT_S), control_address)
+
+
+def _front(item: control_pb2.FrontProcess) -> FrontStatus:
+    return FrontStatus(
+        name=item.name,
+        kind=item.kind,
+        pid=item.pid,
+        num_restarts=item.num_restarts,
+        last_exit=item.last_exit,
+        address=item.address,
+        has_router=item.has_router,
+        is_leading=item.is_leading,
+    )
 
 
 async def _with_load(item: control_pb2.ManagedInstance) -> InstanceStatus:

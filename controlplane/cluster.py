@@ -2,10 +2,10 @@
 
 ::
 
-    registry ─ control service ─ state file ─┬─ gateway (supervised child)
+    registry ─ control service ─ state file ─┬─ gateways and routers (supervised children)
                                              └─ actuator ─ workers (supervised)
-                                                              │ all READY, gateway /ready is 200
-    ◀─ everything in reverse: gateway first, so that its streams can end ◀─ request_stop
+                                                              │ all READY, every /ready is 200
+    ◀─ everything in reverse: gateways first, so that their streams can end ◀─ request_stop
 
 It runs on one event loop and owns all of these. A process that ends before the cluster was ready
 for the first time ends the start, with its reason; after that it is started again.
@@ -25,11 +25,19 @@ import msgspec
 from isthmus.common.clock import NS_PER_S, Clock
 from isthmus.common.cluster import InstanceInfo, InstanceState, Role
 from isthmus.common.config import ClusterConfig
-from isthmus.common.errors import DeadlineError, InstanceError, InstanceLostError, IsthmusError
+from isthmus.common.errors import (
+    DeadlineError,
+    InstanceError,
+    InstanceLostError,
+    IsthmusError,
+    ModelError,
+)
+from isthmus.common.model_files import locate_model
 from isthmus.common.registry import instances_prefix
 from isthmus.common.registry.embedded import RegistryServer
 from isthmus.common.rpc import bind, create_server, stop_server
-from isthmus.controlplane.actuators.base import Actuator, ProcessKind, ProcessSpec
+from isthmus.controlplane.actuators.base import Actuator
+from isthmus.controlplane.front import Front, gateway_addresses
 from isthmus.controlplane.logs import log_file
 from isthmus.controlplane.progress import Progress, ReadyCluster, ReadyInstance, Report, Stage
 from isthmus.controlplane.reconciler import Reconciler
@@ -49,15 +57,15 @@ from isthmus.protos.v1 import common_pb2, control_pb2_grpc
 _TEND_PERIOD_S = 1.0
 _READY_PERIOD_S = 0.1
 _SERVER_GRACE_S = 0.5
-_GATEWAY_GRACE_S = 3.0
 
 
-def gateway_address(config: ClusterConfig) -> str:
-    """host:port under which a client of this machine reaches the gateway."""
-    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "": "127.0.0.1"}.get(  # noqa: S104
-        config.gateway.host, config.gateway.host
-    )
-    return f"{host}:{config.gateway.port}"
+def expected_model_name(config: ClusterConfig) -> str:
+    """As the instances will call it, before any of them is up."""
+    if config.model.served_name:
+        return config.model.served_name
+    with suppress(ModelError):
+        return locate_model(config.model.path).name
+    return config.model.path
 
 
 class Cluster:
@@ -83,10 +91,11 @@ class Cluster:
         self._stop_asked = asyncio.Event()
         self._has_been_ready = False
         self._start_failure: IsthmusError | None = None
-        self._gateway: SupervisedProcess | None = None
+        self._front: Front | None = None
         self._reconciler: Reconciler | None = None
         self._state: ClusterState | None = None
         self._started_ns = clock.monotonic_ns()
+        self._model_name = expected_model_name(config)
 
     # --- Controlled ---
 
@@ -96,12 +105,18 @@ class Cluster:
 
     @property
     def model(self) -> str:
-        names = {info.model for info in self._infos.values()}
-        return next(iter(names), self._config.model.served_name or self._config.model.path)
+        for info in self._infos.values():
+            self._model_name = info.model
+        return self._model_name
 
     @property
-    def gateway_address(self) -> str:
-        return gateway_address(self._config)
+    def gateway_addresses(self) -> list[str]:
+        return gateway_addresses(self._config)
+
+    @property
+    def front(self) -> Front | None:
+        """None while the cluster is starting."""
+        return self._front
 
     def workers(self) -> list[SupervisedProcess]:
         return list(self._reconciler.processes.values()) if self._reconciler else []
@@ -129,9 +144,9 @@ class Cluster:
 
     def kill_now(self) -> None:
         """Ends every process of the cluster without a drain; the caller exits right after."""
-        for process in (self._gateway, *self.workers()):
-            if process is not None:
-                process.kill()
+        front = self._front.processes if self._front is not None else []
+        for process in (*front, *self.workers()):
+            process.kill()
         remove_state(state_folder(self._config), self.name, os.getpid())
 
     # --- life ---
@@ -158,7 +173,15 @@ class Cluster:
         self._state = self._write_state(control_address, registry_address)
         self._spawn(self._follow_instances(), "follow-instances")
         await self._gateway_actuator.open()
-        self._start_gateway(registry_address)
+        self._front = Front(
+            config,
+            self._gateway_actuator,
+            self._clock,
+            self._registry.registry,
+            registry_address,
+            self._on_exit,
+        )
+        self._front.start(self._spawn)
         self._say(Stage.START, f"starting workers ({config.lifecycle.actuator})")
         await self._actuator.open()
         self._reconciler = Reconciler(
@@ -182,7 +205,7 @@ class Cluster:
             started_at=process_start(os.getpid()) or 0.0,
             control_address=control_address,
             registry_address=registry_address,
-            gateway_url=f"http://{self.gateway_address}",
+            gateway_url=f"http://{self.gateway_addresses[0]}",
             model=self.model,
             log_dir=str(log_folder(self._config)),
             drain_ms=self._config.lifecycle.drain_ms,
@@ -190,25 +213,19 @@ class Cluster:
         write_state(state_folder(self._config), state)
         return state
 
-    def _start_gateway(self, registry_address: str) -> None:
-        spec = ProcessSpec("gateway", ProcessKind.GATEWAY, self._config, registry_address)
-        self._gateway = SupervisedProcess(
-            spec, self._gateway_actuator, self._clock, on_exit=self._on_exit
-        )
-        self._spawn(self._gateway.run(), "supervise-gateway")
-
     async def _wait_ready(self) -> None:
+        assert self._front is not None, "started before"
         limit_s = self._config.lifecycle.ready_timeout_ms / 1000
         deadline_ns = self._clock.monotonic_ns() + int(limit_s * NS_PER_S)
         async with httpx.AsyncClient(trust_env=False, timeout=2.0) as client:
             while True:
                 if self._start_failure is not None:
                     raise self._start_failure
-                missing = self._missing()
-                if not missing and await self._is_gateway_ready(client):
+                missing = self._missing() or await self._front.missing(client)
+                if not missing:
                     return
                 if self._clock.monotonic_ns() > deadline_ns:
-                    what = ", ".join(missing) or "the gateway"
+                    what = ", ".join(missing)
                     message = f"not ready after {limit_s:g} s: {what}; see the logs in "
                     raise DeadlineError(message + str(log_folder(self._config)), stage="start")
                 await asyncio.sleep(_READY_PERIOD_S)
@@ -220,13 +237,6 @@ class Cluster:
             if (info := self._infos.get(process.spec.name)) is None
             or info.state is not InstanceState.READY
         ]
-
-    async def _is_gateway_ready(self, client: httpx.AsyncClient) -> bool:
-        try:
-            reply = await client.get(f"http://{self.gateway_address}/ready")
-        except httpx.HTTPError:
-            return False
-        return reply.status_code == httpx.codes.OK
 
     async def _tend(self) -> None:
         """Watches for workers that live but are not seen any more."""
@@ -272,7 +282,8 @@ class Cluster:
     def _describe(self) -> ReadyCluster:
         return ReadyCluster(
             cluster=self.name,
-            url=f"http://{self.gateway_address}",
+            url=f"http://{self.gateway_addresses[0]}",
+            other_urls=tuple(f"http://{address}" for address in self.gateway_addresses[1:]),
             model=self.model,
             pid=os.getpid(),
             log_dir=str(log_folder(self._config)),
@@ -303,9 +314,9 @@ class Cluster:
             last_to_first.push_async_callback(self._actuator.close)
             if self._reconciler is not None:
                 last_to_first.push_async_callback(self._reconciler.stop_all)
-            if self._gateway is not None:
-                drain_s = self._config.lifecycle.drain_ms / 1000 + _GATEWAY_GRACE_S
-                last_to_first.push_async_callback(self._gateway.stop, drain_s)
+            if self._front is not None:
+                last_to_first.push_async_callback(self._front.stop_routers)
+                last_to_first.push_async_callback(self._front.stop_gateways)
 
     async def _cancel_tasks(self) -> None:
         for task in self._tasks:

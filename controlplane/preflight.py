@@ -26,6 +26,7 @@ from isthmus.common.model_files import SAMPLE, ModelFiles, ModelKind, locate_mod
 from isthmus.controlplane.context_limit import longest_sequence, read_model_config
 
 GIB = 2**30
+PORT_TRIES = 20
 PROCESS_BYTES = 450 * 2**20  # Python, torch and gRPC of one worker
 CONTROL_BYTES = 300 * 2**20  # gateway and control plane
 RAY_BYTES = 600 * 2**20
@@ -44,7 +45,7 @@ def with_absolute_paths(config: ClusterConfig) -> ClusterConfig:
 
 
 def check(config: ClusterConfig) -> ClusterConfig:
-    """The configuration with a free gateway port chosen where 0 was asked for.
+    """The configuration with free gateway ports chosen where 0 was asked for.
 
     Raises ConfigError or ModelError.
     """
@@ -56,7 +57,7 @@ def check(config: ClusterConfig) -> ClusterConfig:
     check_memory(estimate, available_memory())
     if config.registry.port:
         probe_port(config.registry.host, config.registry.port, "--set registry.port=…")
-    port = probe_port(config.gateway.host, config.gateway.port, "--port")
+    port = probe_ports(config.gateway.host, config.gateway.port, config.gateway.replicas)
     return config.model_copy(update={"gateway": config.gateway.model_copy(update={"port": port})})
 
 
@@ -154,6 +155,23 @@ def check_memory(estimate: MemoryEstimate, available: int) -> None:
             "fewer instances or a smaller --kv-cache-gib"
         )
         raise ConfigError(message, stage="start")
+
+
+def probe_ports(host: str, port: int, count: int) -> int:
+    """The first of ``count`` ports in a row that can be bound, beginning with ``port`` or anywhere
+    for 0. Raises ConfigError when one cannot."""
+    for _ in range(PORT_TRIES if port == 0 else 1):
+        first = probe_port(host, port, "--port")
+        try:
+            for index in range(1, count):
+                probe_port(host, first + index, "--port")
+        except (ConfigError, OverflowError):
+            if port:
+                raise
+        else:
+            return first
+    message = f"no {count} ports in a row are free on {host}; choose the first with --port"
+    raise ConfigError(message, stage="start")
 
 
 def probe_port(host: str, port: int, option: str) -> int:

@@ -47,3 +47,5 @@ class ReadyCluster:
     """Folder by which other commands find the cluster."""
     seconds: float
     instances: tuple[ReadyInstance, ...]
+    other_urls: tuple[str, ...] = ()
+    """Of the gateways behind the first."""

@@ -9,7 +9,9 @@ import grpc.aio
 
 from isthmus.common.cluster import InstanceInfo, Role
 from isthmus.common.errors import ConfigError
+from isthmus.common.registry.routers import RouterRecord
 from isthmus.common.rpc import abort_with
+from isthmus.controlplane.front import Front
 from isthmus.controlplane.supervised import SupervisedProcess
 from isthmus.protos.convert import info_to_pb, role_from_pb, role_to_pb
 from isthmus.protos.v1 import control_pb2 as pb
@@ -31,7 +33,10 @@ class Controlled(Protocol):
     def model(self) -> str: ...
 
     @property
-    def gateway_address(self) -> str: ...
+    def gateway_addresses(self) -> list[str]: ...
+
+    @property
+    def front(self) -> Front | None: ...
 
     def workers(self) -> list[SupervisedProcess]: ...
 
@@ -54,8 +59,9 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
         return pb.ListInstancesResponse(
             instances=[self._instance(process) for process in self._cluster.workers()],
             cluster=self._cluster.name,
-            gateway_address=self._cluster.gateway_address,
+            gateway_address=self._cluster.gateway_addresses[0],
             model=self._cluster.model,
+            front=await self._front_processes(),
         )
 
     async def Scale(self, request: pb.ScaleRequest, context: Context) -> pb.ScaleResponse:
@@ -69,6 +75,32 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
         self._cluster.request_stop(request.reason or "shutdown was asked for")
         return pb.ShutdownResponse()
 
+    async def _front_processes(self) -> list[pb.FrontProcess]:
+        front = self._cluster.front
+        if front is None:
+            return []
+        records, leader = await front.router_records(), await front.leading_router()
+        addresses = dict(
+            zip(
+                (item.spec.name for item in front.gateways),
+                self._cluster.gateway_addresses,
+                strict=True,
+            )
+        )
+        return [
+            pb.FrontProcess(
+                name=(name := process.spec.name),
+                kind=process.spec.kind.value,
+                pid=process.pid,
+                num_restarts=process.num_restarts,
+                last_exit=process.last_exit,
+                address=addresses.get(name) or _address(records.get(name)),
+                has_router=name in records,
+                is_leading=name == leader,
+            )
+            for process in front.processes
+        ]
+
     def _instance(self, process: SupervisedProcess) -> pb.ManagedInstance:
         info = self._cluster.info(process.spec.name)
         role = process.spec.kind.role
@@ -81,6 +113,10 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
             last_exit=process.last_exit,
             info=None if info is None else info_to_pb(info),
         )
+
+
+def _address(record: RouterRecord | None) -> str:
+    return record.address if record is not None else ""
 
 
 def pb_roles() -> frozenset[int]:

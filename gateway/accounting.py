@@ -2,39 +2,69 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from isthmus.common import metrics
-from isthmus.common.errors import CancelledError, IsthmusError
+from isthmus.common.attainment import Measured, Verdict, is_offered, judge, judge_error
+from isthmus.common.clock import NS_PER_MS, Clock
+from isthmus.common.errors import IsthmusError
 from isthmus.common.logging import get_logger
-from isthmus.common.timeline import STAGES, Event, Timeline
-from isthmus.common.types import LocalPrefillReason
+from isthmus.common.timeline import STAGES, Event
+from isthmus.common.types import LocalPrefillReason, RouteDecision
+from isthmus.gateway.class_metrics import metrics_of
+from isthmus.gateway.goodput import GoodputWindow
+from isthmus.gateway.measured import has_missed_target, measure, spans_of
 
 if TYPE_CHECKING:
     from isthmus.gateway.exchange import Exchange
 
-SLO_CLASS = "default"
-_SPANS = {
-    **STAGES,
-    "ttft": (Event.ARRIVED, Event.FIRST_FLUSH),
-    "e2e": (Event.ARRIVED, Event.FINISHED),
-}
+MS_PER_S = 1000
 # Looked up once: a label costs as much as an observation.
 _STAGES = {stage: metrics.STAGE.labels(stage=stage) for stage in STAGES}
-_TTFT = metrics.TTFT.labels(slo_class=SLO_CLASS)
-_E2E = metrics.E2E.labels(slo_class=SLO_CLASS)
-_TPOT = metrics.TPOT.labels(slo_class=SLO_CLASS)
 _log = get_logger("request")
 
 
-def count_refused(request_id: str, error: IsthmusError) -> None:
+@dataclass(slots=True)
+class Offer:
+    """Whose request it is and of which class: the labels of what is counted of it."""
+
+    slo_class: str
+    tenant: str
+    is_counted: bool = False
+
+    def count_offered(self) -> None:
+        self.is_counted = True
+        metrics.REQUESTS_OFFERED.labels(slo_class=self.slo_class, tenant=self.tenant).inc()
+
+    def count_decision(self, decision: str, reason: str) -> None:
+        metrics.ADMISSION.labels(slo_class=self.slo_class, decision=decision, reason=reason).inc()
+
+    def count_end(self, verdict: Verdict, goodput: GoodputWindow, *, has_missed: bool) -> None:
+        metrics.REQUESTS.labels(
+            slo_class=self.slo_class, tenant=self.tenant, outcome=verdict.value
+        ).inc()
+        if is_offered(verdict, has_missed=has_missed):
+            goodput.add(self.slo_class, self.tenant, is_good=verdict is Verdict.GOOD)
+
+
+def count_refused(
+    request_id: str, error: IsthmusError, offer: Offer, goodput: GoodputWindow
+) -> None:
     """A request that ended before it was an exchange: refused, or its client left early."""
-    outcome = _outcome_of(error)
-    metrics.REQUESTS.labels(slo_class=SLO_CLASS, outcome=outcome).inc()
+    verdict = judge_error(error, has_begun=False)
+    offer.count_end(verdict, goodput, has_missed=False)
+    if verdict is Verdict.REJECTED:
+        if not offer.is_counted:
+            offer.count_offered()  # refused before its body was read, and demand all the same
+        offer.count_decision("reject", error.reason)
     _log.info(
         "request ended",
         request_id=request_id,
-        outcome=outcome,
+        outcome=verdict.value,
+        code=error.code,
+        slo_class=offer.slo_class,
+        tenant=offer.tenant,
         stage=error.stage,
         param=error.param,
         error=error.message,
@@ -44,16 +74,24 @@ def count_refused(request_id: str, error: IsthmusError) -> None:
 class Accounting:
     """Counts the request as in flight from construction to ``count``."""
 
-    def __init__(self, exchange: Exchange) -> None:
+    def __init__(self, exchange: Exchange, clock: Clock, goodput: GoodputWindow) -> None:
         self._exchange = exchange
+        self._clock = clock
+        self._goodput = goodput
+        self._offer = Offer(exchange.plan.slo.class_name, exchange.plan.tenant_label)
         metrics.REQUESTS_INFLIGHT.inc()
 
     def count(self) -> None:
-        exchange = self._exchange
-        outcome = _outcome(exchange)
-        seconds = _spans(exchange)
+        exchange, offer = self._exchange, self._offer
+        measured = measure(exchange, self._clock.now_ns())
+        seconds = spans_of(exchange)
+        verdict = self._verdict(measured)
         metrics.REQUESTS_INFLIGHT.dec()
-        metrics.REQUESTS.labels(slo_class=SLO_CLASS, outcome=outcome).inc()
+        has_missed = verdict is Verdict.CANCELLED and has_missed_target(
+            exchange, self._clock.now_ns()
+        )
+        offer.count_end(verdict, self._goodput, has_missed=has_missed)
+        self._count_decision(verdict)
         num_output = sum(choice.num_output_tokens for choice in exchange.choices)
         metrics.OUTPUT_TOKENS.inc(num_output)
         for choice in exchange.choices:
@@ -64,27 +102,58 @@ class Accounting:
             if stage in seconds:
                 histogram.observe(seconds[stage])
         if "ttft" in seconds:
-            _TTFT.observe(seconds["ttft"])
-        if outcome == "ok":
-            self._count_finished(seconds.get("e2e"))
-        self._log(outcome, seconds, num_output)
+            metrics_of(offer.slo_class).ttft.observe(seconds["ttft"])
+        if exchange.error is None:
+            self._count_finished(measured, seconds.get("e2e"))
+        self._log(verdict, measured, seconds, num_output)
 
-    def _count_finished(self, e2e_s: float | None) -> None:
+    def _verdict(self, measured: Measured) -> Verdict:
+        error = self._exchange.error
+        if error is None:
+            return judge(self._exchange.plan.slo, measured)
+        return judge_error(error, has_begun=self._exchange.has_token)
+
+    def _count_decision(self, verdict: Verdict) -> None:
         exchange = self._exchange
+        if exchange.error is not None and verdict is Verdict.REJECTED:
+            self._offer.count_decision("reject", exchange.error.reason)
+            return
+        decision = exchange.choices[0].decision
+        if decision is not None:
+            self._offer.count_decision(decision.action.value, decision.local_reason.value)
+            self._count_slack(decision)
+
+    def _count_slack(self, decision: RouteDecision) -> None:
+        """As it was at the decision, of the targets there are."""
+        exchange = self._exchange
+        slo, of_class = exchange.plan.slo, metrics_of(self._offer.slo_class)
+        routed_ns = exchange.choices[0].timeline.at_ns(Event.ROUTED)
+        if slo.ttft_ms is not None and routed_ns is not None:
+            elapsed_ms = (routed_ns - exchange.plan.arrival_ns) / NS_PER_MS
+            slack_ms = slo.ttft_ms - elapsed_ms - decision.predicted_ttft_ms
+            of_class.ttft_slack.observe(slack_ms / MS_PER_S)
+        if slo.tpot_ms is not None:
+            of_class.tpot_slack.observe((slo.tpot_ms - decision.predicted_tpot_ms) / MS_PER_S)
+
+    def _count_finished(self, measured: Measured, e2e_s: float | None) -> None:
+        exchange, of_class = self._exchange, metrics_of(self._offer.slo_class)
         metrics.PROMPT_TOKENS.inc(sum(len(p.token_ids) for p in exchange.plan.prompts))
         metrics.CACHED_TOKENS.inc(num_cached_tokens(exchange))
         if e2e_s is not None:
-            _E2E.observe(e2e_s)
-        longest = max(exchange.choices, key=lambda choice: choice.num_output_tokens)
-        if longest.tpot_s is not None:
-            _TPOT.observe(longest.tpot_s)
+            of_class.e2e.observe(e2e_s)
+        if measured.tpot_ms is not None:
+            of_class.tpot.observe(measured.tpot_ms / MS_PER_S)
 
-    def _log(self, outcome: str, seconds: dict[str, float], num_output: int) -> None:
+    def _log(
+        self, verdict: Verdict, measured: Measured, seconds: dict[str, float], num_output: int
+    ) -> None:
         exchange = self._exchange
         decision = exchange.choices[0].decision
         fields: dict[str, object] = {
             "request_id": exchange.plan.request_id,
-            "outcome": outcome,
+            "outcome": verdict.value,
+            "slo_class": self._offer.slo_class,
+            "tenant": self._offer.tenant,
             "model": exchange.plan.model,
             "choices": len(exchange.choices),
             "prompt_tokens": sum(len(p.token_ids) for p in exchange.plan.prompts),
@@ -97,8 +166,11 @@ class Accounting:
             "decode": decision.decode.instance_id if decision and decision.decode else "",
         }
         for name, value in seconds.items():
-            fields[f"{name}_ms"] = round(1000 * value, 3)
+            fields[f"{name}_ms"] = round(MS_PER_S * value, 3)
+        if measured.tpot_ms is not None:
+            fields["tpot_ms"] = round(measured.tpot_ms, 3)
         if exchange.error is not None:
+            fields["code"] = exchange.error.code
             fields["stage"] = exchange.error.stage
             fields["error"] = exchange.error.message
         _log.info("request ended", **fields)
@@ -108,21 +180,3 @@ def num_cached_tokens(exchange: Exchange) -> int:
     """Of every prompt once, as the first of its choices saw it."""
     firsts = exchange.choices[:: exchange.plan.num_choices]
     return sum(choice.num_cached_tokens for choice in firsts)
-
-
-def _outcome(exchange: Exchange) -> str:
-    return "ok" if exchange.error is None else _outcome_of(exchange.error)
-
-
-def _outcome_of(error: IsthmusError) -> str:
-    return "cancelled" if isinstance(error, CancelledError) else error.code
-
-
-def _spans(exchange: Exchange) -> dict[str, float]:
-    """Seconds of every part of the request's life that is known: from the gateway's own events and
-    those that the first choice brought from the instances."""
-    timeline = Timeline()
-    timeline.merge(exchange.timeline)
-    timeline.merge(exchange.choices[0].timeline)
-    spans = {name: timeline.seconds(begin, end) for name, (begin, end) in _SPANS.items()}
-    return {name: seconds for name, seconds in spans.items() if seconds is not None}

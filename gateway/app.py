@@ -17,14 +17,17 @@ from isthmus.common.errors import (
     UnknownRouteError,
 )
 from isthmus.gateway.choice import ChoiceServices
-from isthmus.gateway.context import Gateway, request_id_of
+from isthmus.gateway.context import Gateway, id_headers
+from isthmus.gateway.decider import Decider
 from isthmus.gateway.decode_client import DecodeClient
 from isthmus.gateway.direct import DirectRoutes
 from isthmus.gateway.error_response import error_response
+from isthmus.gateway.goodput import GoodputWindow
 from isthmus.gateway.limits import InflightLimiter, KeyRing
 from isthmus.gateway.pipeline import Pipeline
 from isthmus.gateway.router_client import RouterClient
 from isthmus.gateway.routes import completions, models, operations, tokens
+from isthmus.gateway.slo import ClassesOfService
 from isthmus.gateway.tokenizer import TextTokenizer
 from isthmus.gateway.unexpected import UnexpectedErrors
 from isthmus.gateway.waiting import WaitingRoom
@@ -38,19 +41,24 @@ class ModelIdentity:
 
 
 def build_gateway(
-    config: ClusterConfig, model: ModelIdentity, router: Router, clock: Clock
+    config: ClusterConfig, model: ModelIdentity, router: Router, decider: Decider, clock: Clock
 ) -> Gateway:
-    """Call inside the running event loop; the caller closes what it gets."""
-    router_client = RouterClient(router, clock)
+    """``router`` is this gateway's view of the cluster, ``decider`` who is asked where to send.
+
+    Call inside the running event loop; the caller closes what it gets, and the decider after it.
+    """
+    router_client = RouterClient(router, clock, decider)
     decode_client = DecodeClient(clock)
     waiting = WaitingRoom(
         lambda: not all(decode_client.is_broken(name) for name in router_client.servers()),
         min(config.gateway.instance_wait_ms, config.gateway.request_timeout_ms),
     )
+    goodput = GoodputWindow(clock)
     return Gateway(
         config=config.gateway,
         clock=clock,
-        keys=KeyRing(config.gateway.api_keys),
+        keys=KeyRing(config.gateway.api_keys, config.tenants),
+        classes=ClassesOfService(config.slo),
         limiter=InflightLimiter(config.gateway.max_inflight),
         router=router_client,
         decode_client=decode_client,
@@ -69,7 +77,9 @@ def build_gateway(
             clock=clock,
             on_decode_loss=config.gateway.on_decode_loss,
             waiting=waiting,
+            goodput=goodput,
         ),
+        goodput=goodput,
         waiting=waiting,
         started_ns=clock.now_ns(),
     )
@@ -89,7 +99,7 @@ def create_app(gateway: Gateway) -> FastAPI:
 
 async def _typed_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, IsthmusError), "registered for this type"
-    return error_response(error, {"x-request-id": request_id_of(request)})
+    return error_response(error, id_headers(request))
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
@@ -103,7 +113,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
         typed = MethodNotAllowedError(message, stage="receive")
     else:
         typed = InvalidRequestError(str(error.detail), stage="receive")
-    headers = {**(error.headers or {}), "x-request-id": request_id_of(request)}
+    headers = {**(error.headers or {}), **id_headers(request)}
     response = error_response(typed, headers)
     response.status_code = error.status_code
     return response

@@ -16,7 +16,7 @@ It tells its ``Exchange`` through ``ChoiceOwner`` when there is something to tak
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Literal, Protocol
@@ -36,6 +36,7 @@ from isthmus.common.types import (
     TokenLogprob,
 )
 from isthmus.gateway.decode_client import DecodeClient, GenerationEnd
+from isthmus.gateway.goodput import GoodputWindow
 from isthmus.gateway.plan import ChoiceDelta, GenerationPlan, PreparedPrompt
 from isthmus.gateway.router_client import ChoiceQuery, RouterClient
 from isthmus.gateway.sequence_output import SequenceOutput
@@ -68,6 +69,11 @@ CHOICE_TRANSITIONS: Transitions[ChoiceState] = Transitions(
 
 
 class ChoiceOwner(Protocol):
+    @property
+    def timeline(self) -> Timeline:
+        """Of the request, as far as it is no choice's own."""
+        ...
+
     def on_first_token(self, choice: Choice) -> None: ...
 
     def on_change(self, choice: Choice) -> None: ...
@@ -85,6 +91,7 @@ class ChoiceServices:
     clock: Clock
     on_decode_loss: Literal["resume", "error"]
     waiting: WaitingRoom
+    goodput: GoodputWindow
 
 
 class Choice:
@@ -102,6 +109,7 @@ class Choice:
         self.state = ChoiceState.IDLE
         self.decision: RouteDecision | None = None
         self.local_reason = LocalPrefillReason.NONE
+        self.failed_prefill = InstanceId("")
         self.timeline = Timeline()
         self.num_cached_tokens = 0
         self.num_retries = 0
@@ -112,12 +120,13 @@ class Choice:
         self._services = services
         self._owner = owner
         self._excluded: set[InstanceRef] = set()
-        self._failed_prefills: set[InstanceId] = set()  # of this decision, as the router knows
         self._output = SequenceOutput(
             plan, prompt, self._sampling, services.tokenizer, services.clock
         )
         self._request_id = RequestId("")
         self._hold: Hold | None = None
+        self._asked: RequestId | None = None  # of the router, which has not answered yet
+        self._on_refusal: Callable[[IsthmusError], None] = self._fail
 
     # --- driven by the exchange -----------------------------------------------------------------
     @property
@@ -127,14 +136,7 @@ class Choice:
     def submit(self, prefer_decode: InstanceId | None = None) -> None:
         """Routes and sends. Errors come through the owner, like later ones."""
         self._move(ChoiceState.WAITING)
-        try:
-            decision = self._services.router.route(self._query(prefer_decode))
-        except NoInstanceError as error:
-            self._wait_for_instance(error)
-        except IsthmusError as error:
-            self._fail(error)
-        else:
-            self._send_or_recover(decision)
+        self._ask(self._query(prefer_decode), self._on_first_refusal, may_wait=True)
 
     def abort(self, reason: str) -> None:
         """Ends the sequence here and on its instance; a no-op once it has ended."""
@@ -144,14 +146,17 @@ class Choice:
         self._move(ChoiceState.ABORTED)
         if self._hold is not None:
             self._services.waiting.cancel(self._hold)
+        if self._asked is not None:
+            self._services.router.withdraw(self._asked)
         if not was_idle and self.decision is not None:
             self._leave_instance(reason)
             self._services.router.report_cancelled(self.decision)
 
     @property
     def is_held(self) -> bool:
-        """Waits for an instance to be ready."""
-        return self._hold is not None and not self.is_done
+        """Waits for an instance to be ready, or for the router's answer."""
+        is_waiting = self._hold is not None or self._asked is not None
+        return is_waiting and not self.is_done
 
     @property
     def num_output_tokens(self) -> int:
@@ -169,11 +174,19 @@ class Choice:
         """What has come since the last call."""
         return self._output.take()
 
+    # --- Asker ----------------------------------------------------------------------------------
+    def on_routed(self, decision: RouteDecision) -> None:
+        self._asked = None
+        self._send_or_recover(decision)
+
+    def on_refused(self, error: IsthmusError) -> None:
+        self._asked = None
+        self._on_refusal(error)
+
     # --- GenerationSink -------------------------------------------------------------------------
-    def on_started(self, num_cached_tokens: int, failed_prefills: Sequence[str]) -> None:
+    def on_started(self, num_cached_tokens: int) -> None:
         if not self.num_retries:
             self.num_cached_tokens = num_cached_tokens
-        self._blame(failed_prefills)
 
     def on_timeline(self, timeline: Timeline) -> None:
         self.timeline.merge(timeline)
@@ -212,7 +225,7 @@ class Choice:
         self.timeline.merge(end.timeline)
         self.transferred_bytes += end.transferred_bytes
         self.local_reason = end.local_reason
-        self._blame(end.failed_prefills)
+        self.failed_prefill = end.failed_prefill
         asked = end.stop_token_id not in self._services.tokenizer.eos_token_ids
         self._finish(end.reason, end.stop_token_id if asked else None)
 
@@ -232,7 +245,13 @@ class Choice:
         if self.decision is not None:
             tpot_s = self.tpot_s
             tpot_ms = None if tpot_s is None else 1000 * tpot_s
-            self._services.router.report_finished(self.decision, tpot_ms)
+            whole = Timeline()
+            whole.merge(self._owner.timeline)
+            whole.merge(self.timeline)
+            whole.mark(Event.FINISHED, self._services.clock.now_ns())
+            self._services.router.report_finished(
+                self.decision, self.failed_prefill, tpot_ms, whole
+            )
         self._owner.on_change(self)
 
     def _first_token(self) -> None:
@@ -240,14 +259,6 @@ class Choice:
         if self.decision is not None:
             self._services.router.report_first_token(self.decision)
         self._owner.on_first_token(self)
-
-    def _blame(self, failed_prefills: Sequence[str]) -> None:
-        """Tells the router, once each, who let the request down although it is served."""
-        for name in failed_prefills:
-            instance_id = InstanceId(name)
-            if self.decision is not None and instance_id not in self._failed_prefills:
-                self._failed_prefills.add(instance_id)
-                self._services.router.report_prefill_failed(self.decision, instance_id)
 
     # --- instances ------------------------------------------------------------------------------
     def _send_or_recover(self, decision: RouteDecision) -> None:
@@ -258,7 +269,6 @@ class Choice:
 
     def _send(self, decision: RouteDecision) -> None:
         self.decision = decision
-        self._failed_prefills.clear()
         self.timeline.mark(Event.ROUTED, self._services.clock.now_ns())
         self.local_reason = decision.local_reason
         self._request_id = RequestId(f"{self._plan.request_id}-{self.index}.{self.num_retries}")
@@ -275,6 +285,7 @@ class Choice:
             sampling=sampling,
             arrival_ns=self._plan.arrival_ns,
             deadline_ns=self._plan.deadline_ns,
+            slo=self._plan.slo,
             tenant=self._plan.tenant,
             cache_salt=self._plan.cache_salt,
             num_resumed_tokens=len(self._output.token_ids),
@@ -307,17 +318,31 @@ class Choice:
         self._excluded.update(leg for leg in legs if leg and leg.instance_id == failed)
         reason = "resume" if self._output.token_ids else "retry"
         metrics.RETRIES.labels(reason=reason).inc()
-        try:
-            decision = self._services.router.reroute(self._query(), last, error, failed)
-        except NoInstanceError:
-            if isinstance(error, InstanceError):
-                self._wait_for_instance(error)
-            else:
-                self._fail(error)  # those there are were asked, and are well
-        except IsthmusError:
-            self._fail(error)  # nobody else to ask: the client hears what went wrong first
+        query = self._query()
+        self._begin_asking(query, lambda refusal: self._on_refusal_after(error, refusal))
+        self._services.router.reroute(query, last, error, failed, self)
+
+    def _ask(
+        self, query: ChoiceQuery, on_refusal: Callable[[IsthmusError], None], *, may_wait: bool
+    ) -> None:
+        self._begin_asking(query, on_refusal)
+        self._services.router.route(query, self, may_wait=may_wait)
+
+    def _begin_asking(self, query: ChoiceQuery, on_refusal: Callable[[IsthmusError], None]) -> None:
+        self._asked, self._on_refusal = query.request_id, on_refusal
+
+    def _on_first_refusal(self, error: IsthmusError) -> None:
+        if isinstance(error, NoInstanceError):
+            self._wait_for_instance(error)
         else:
-            self._send_or_recover(decision)
+            self._fail(error)
+
+    def _on_refusal_after(self, cause: IsthmusError, refusal: IsthmusError) -> None:
+        """Nobody else to ask: the client hears what went wrong first."""
+        if isinstance(refusal, NoInstanceError) and isinstance(cause, InstanceError):
+            self._wait_for_instance(cause)
+        else:
+            self._fail(cause)  # those there are were asked, and are well
 
     def _wait_for_instance(self, cause: IsthmusError) -> None:
         """Holds the choice until somebody can serve it; an instance that is back will do."""
@@ -326,19 +351,27 @@ class Choice:
             self._fail(cause)
             return
         self._excluded.clear()
-        self._hold = room.hold(self._retry_held, lambda: self._fail(room.refusal(cause)))
+        self._hold_until(cause, room.ends_s())
 
-    def _retry_held(self) -> bool:
-        try:
-            decision = self._services.router.route(self._query())
-        except NoInstanceError:
-            return False
-        except IsthmusError as error:
-            self._fail(error)
-            return True
-        self._hold = None
-        self._send_or_recover(decision)
-        return True
+    def _hold_until(self, cause: IsthmusError, until_s: float) -> None:
+        room = self._services.waiting
+
+        def retry() -> None:
+            self._hold = None
+            self._ask(self._query(), again, may_wait=not self._output.token_ids)
+
+        def again(error: IsthmusError) -> None:
+            if not isinstance(error, NoInstanceError):
+                self._fail(error)
+            elif room.is_over(until_s):
+                give_up()
+            else:
+                self._hold_until(cause, until_s)
+
+        def give_up() -> None:
+            self._fail(room.refusal(cause))
+
+        self._hold = room.hold(retry, give_up, until_s)
 
     def _may_retry(self, error: IsthmusError) -> bool:
         if not error.retryable:

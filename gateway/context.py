@@ -14,12 +14,15 @@ from isthmus.common.config import GatewayConfig
 from isthmus.common.ids import new_request_id
 from isthmus.gateway.choice import ChoiceServices
 from isthmus.gateway.decode_client import DecodeClient
+from isthmus.gateway.goodput import GoodputWindow
 from isthmus.gateway.limits import Identity, InflightLimiter, KeyRing
 from isthmus.gateway.pipeline import Pipeline
 from isthmus.gateway.router_client import RouterClient
+from isthmus.gateway.slo import ClassesOfService
 from isthmus.gateway.waiting import WaitingRoom
 
 _SCOPE_KEY = "isthmus.request_id"
+_INTERNAL_KEY = "isthmus.internal_id"
 _CLIENT_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -28,11 +31,13 @@ class Gateway:
     config: GatewayConfig
     clock: Clock
     keys: KeyRing
+    classes: ClassesOfService
     limiter: InflightLimiter
     router: RouterClient
     decode_client: DecodeClient
     pipeline: Pipeline
     services: ChoiceServices
+    goodput: GoodputWindow
     waiting: WaitingRoom
     started_ns: int
 
@@ -63,6 +68,18 @@ def request_id_of(request: Request) -> str:
 
 def internal_id(request: Request) -> str:
     """Unique even if a client uses one id twice; begins with the client's."""
-    if request.headers.get("x-request-id", "") == request_id_of(request):
-        return f"{request_id_of(request)}.{secrets.token_hex(3)}"
-    return request_id_of(request)
+    known = request.scope.get(_INTERNAL_KEY)
+    if known is None:
+        known = request_id_of(request)
+        if request.headers.get("x-request-id", "") == known:
+            known = f"{known}.{secrets.token_hex(3)}"
+        request.scope[_INTERNAL_KEY] = known
+    return cast("str", known)
+
+
+def id_headers(request: Request) -> dict[str, str]:
+    """On every answer: the id as the client knows it, and as the logs and `isthmus explain` do."""
+    return {
+        "x-request-id": request_id_of(request),
+        "x-isthmus-request-id": internal_id(request),
+    }

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from isthmus.common.errors import IsthmusError
-from isthmus.gateway.context import request_id_of
+from isthmus.gateway.context import id_headers
 from isthmus.gateway.error_response import error_response
 
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -37,5 +37,5 @@ class DirectRoutes:
         try:
             response = await endpoint(request)
         except IsthmusError as error:
-            response = error_response(error, {"x-request-id": request_id_of(request)})
+            response = error_response(error, id_headers(request))
         await response(scope, receive, send)

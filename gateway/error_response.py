@@ -1,4 +1,8 @@
-"""Errors in OpenAI's shape: ``{"error": {"message", "type", "param", "code"}}``."""
+"""Errors in OpenAI's shape: ``{"error": {"message", "type", "param", "code"}}``.
+
+Beside these four: ``reason`` (why, in one word), ``stage`` (where), and of a refusal that compared
+times ``predicted_ms`` and ``limit_ms``. OpenAI's clients keep what they do not know.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +24,19 @@ def error_body(error: IsthmusError) -> dict[str, Any]:
     message = error.message
     if error.stage and error.http_status >= 500 and error.stage not in message:
         message = f"{message} (stage: {error.stage})"
-    return {
-        "error": {
-            "message": message,
-            "type": error.openai_type,
-            "param": error.param,
-            "code": error.code,
-        }
+    body: dict[str, Any] = {
+        "message": message,
+        "type": error.openai_type,
+        "param": error.param,
+        "code": error.code,
+        "reason": error.reason,
+        "stage": error.stage,
     }
+    if error.predicted_ms is not None:
+        body["predicted_ms"] = round(error.predicted_ms, 3)
+    if error.limit_ms is not None:
+        body["limit_ms"] = round(error.limit_ms, 3)
+    return {"error": body}
 
 
 def error_response(error: IsthmusError, headers: Mapping[str, str] | None = None) -> Response:

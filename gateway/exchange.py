@@ -35,7 +35,7 @@ class Exchange:
         self._changed: dict[int, Choice] = {}
         self._num_done = 0
         self._has_begun = False
-        self._accounting: Accounting | None = Accounting(self)
+        self._accounting: Accounting | None = Accounting(self, services.clock, services.goodput)
         self._deadline = asyncio.get_running_loop().call_later(self.seconds_left(), self._expire)
 
     # --- driven by the HTTP side ----------------------------------------------------------------
@@ -55,6 +55,13 @@ class Exchange:
     def is_done(self) -> bool:
         return self._num_done == len(self.choices)
 
+    @property
+    def has_token(self) -> bool:
+        return any(choice.num_output_tokens for choice in self.choices)
+
+    def now_ns(self) -> int:
+        return self._clock.now_ns()
+
     def seconds_left(self) -> float:
         return max(0, self.plan.deadline_ns - self._clock.now_ns()) / NS_PER_S
 
@@ -63,7 +70,7 @@ class Exchange:
         """How far the request has come, for those who ask why it ended."""
         if any(choice.is_held for choice in self.choices):
             return "route"
-        if any(choice.num_output_tokens for choice in self.choices):
+        if self.has_token:
             return "decode"
         return "first_token" if self._has_begun else "tokenise"
 

@@ -13,6 +13,7 @@ from isthmus.common.types import FinishReason, TokenLogprob
 from isthmus.gateway.accounting import num_cached_tokens
 from isthmus.gateway.choice import Choice
 from isthmus.gateway.exchange import Exchange
+from isthmus.gateway.measured import service_report
 from isthmus.gateway.plan import ChoiceDelta
 from isthmus.gateway.tokenizer import TextTokenizer
 
@@ -234,7 +235,8 @@ def token_bytes(tokenizer: TextTokenizer, token_id: int) -> bytes:
 
 
 def usage_of(exchange: Exchange) -> dict[str, Any]:
-    """Every prompt counts once, however many choices were drawn from it."""
+    """Every prompt counts once, however many choices were drawn from it. ``isthmus`` is beyond
+    OpenAI's: what was promised and what was measured."""
     prompt = sum(len(prompt.token_ids) for prompt in exchange.plan.prompts)
     output = sum(choice.num_output_tokens for choice in exchange.choices)
     return {
@@ -242,6 +244,7 @@ def usage_of(exchange: Exchange) -> dict[str, Any]:
         "completion_tokens": output,
         "total_tokens": prompt + output,
         "prompt_tokens_details": {"cached_tokens": num_cached_tokens(exchange)},
+        "isthmus": service_report(exchange, exchange.now_ns()),
     }
 
 

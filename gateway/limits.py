@@ -8,32 +8,42 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import hmac
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from starlette.requests import ClientDisconnect, Request
 
 from isthmus.common import metrics
+from isthmus.common.backoff import retry_after_ms
 from isthmus.common.clock import NS_PER_MS, NS_PER_S
 from isthmus.common.config import GatewayConfig
 from isthmus.common.errors import (
     AuthenticationError,
     CancelledError,
     DeadlineError,
+    QuotaError,
     RateLimitedError,
     RequestTooLargeError,
 )
+from isthmus.common.slo import TenantConfig, hash_key
+from isthmus.gateway.plan import ANONYMOUS
 
 _BEARER = "bearer "
 RETRY_AFTER_MS = 1_000
+MAX_TENANT_LABELS = 100
+OTHER_TENANTS = "other"
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """``tenant`` is a digest of the key, safe to log; empty when no keys are configured."""
+    """``tenant`` is its name, or for a key of ``gateway.api_keys`` a digest of the key, safe to
+    log; empty when no keys are configured. ``label`` is what metrics call it. ``default_class``
+    and ``max_inflight``: as configured for the tenant, empty and 0 for nothing of its own."""
 
     tenant: str = ""
+    label: str = ANONYMOUS
+    default_class: str = ""
+    max_inflight: int = 0
 
     def cache_salt(self, from_client: str | None) -> str:
         if not self.tenant and not from_client:
@@ -43,10 +53,23 @@ class Identity:
 
 
 class KeyRing:
-    """The configured API keys, compared in constant time; no keys = everybody is anonymous."""
+    """The configured API keys; no keys = everybody is anonymous.
 
-    def __init__(self, keys: Sequence[str]) -> None:
-        self._identities = {key.encode(): Identity(_digest(key)) for key in keys}
+    Kept and looked up by their digests: how long that takes tells nothing of a key.
+    """
+
+    def __init__(
+        self, keys: Sequence[str], tenants: Mapping[str, TenantConfig] | None = None
+    ) -> None:
+        self._identities: dict[str, Identity] = {}
+        named = tenants or {}
+        labels = _labels([*named, *(hash_key(key)[:16] for key in keys)])
+        for key in keys:
+            tenant = hash_key(key)[:16]
+            self._identities[hash_key(key)] = Identity(tenant, labels[tenant])
+        for name, config in named.items():
+            identity = Identity(name, labels[name], config.default_class, config.max_inflight)
+            self._identities |= dict.fromkeys(config.all_hashes, identity)
 
     def identify(self, headers: Mapping[str, str]) -> Identity:
         """Raises AuthenticationError without a known key in ``Authorization: Bearer …``."""
@@ -55,23 +78,27 @@ class KeyRing:
         header = headers.get("authorization", "")
         text = header[len(_BEARER) :].strip() if header.lower().startswith(_BEARER) else ""
         given = text.encode("latin-1", "replace")  # as the bytes of a header were read
-        found = None
-        for key, identity in self._identities.items():
-            if hmac.compare_digest(key, given):
-                found = identity
+        found = self._identities.get(hashlib.sha256(given).hexdigest())
         if found is None:
             said = "a wrong API key" if given else "no API key"
             raise AuthenticationError(f"{said} was given", stage="authenticate")
         return found
 
 
+def _labels(tenants: Sequence[str]) -> dict[str, str]:
+    """The first have a label of their own, so that metrics stay small however many there are."""
+    own, others = tenants[:MAX_TENANT_LABELS], tenants[MAX_TENANT_LABELS:]
+    return {**dict.fromkeys(others, OTHER_TENANTS), **{name: name for name in own}}
+
+
 class Slot:
     """One request in flight; ``release`` may be called more than once."""
 
-    __slots__ = ("_limiter",)
+    __slots__ = ("_limiter", "_tenant")
 
-    def __init__(self, limiter: InflightLimiter) -> None:
+    def __init__(self, limiter: InflightLimiter, tenant: str) -> None:
         self._limiter: InflightLimiter | None = limiter
+        self._tenant = tenant
 
     def __enter__(self) -> Slot:
         return self
@@ -81,22 +108,42 @@ class Slot:
 
     def release(self) -> None:
         if self._limiter is not None:
-            self._limiter.num_inflight -= 1
+            self._limiter.leave(self._tenant)
             self._limiter = None
 
 
 class InflightLimiter:
+    """Requests being served, all of them and those of each tenant. Owns the two counts."""
+
     def __init__(self, max_inflight: int) -> None:
         self._max_inflight = max_inflight
         self.num_inflight = 0
+        self._of_tenant: dict[str, int] = {}
 
-    def acquire(self) -> Slot:
-        """Raises RateLimitedError when enough requests are being served."""
+    def acquire(self, identity: Identity) -> Slot:
+        """Raises RateLimitedError when enough requests are being served, QuotaError when the
+        tenant has its share of them."""
         if self.num_inflight >= self._max_inflight:
             message = f"{self._max_inflight} requests are being served: try again"
-            raise RateLimitedError(message, stage="admission", retry_after_ms=RETRY_AFTER_MS)
+            raise RateLimitedError(
+                message, stage="admission", retry_after_ms=retry_after_ms(RETRY_AFTER_MS)
+            )
+        tenant, num_own = identity.tenant, self._of_tenant.get(identity.tenant, 0)
+        if 0 < identity.max_inflight <= num_own:
+            message = f"tenant {tenant} has {num_own} requests being served: try again"
+            raise QuotaError(
+                message, stage="admission", retry_after_ms=retry_after_ms(RETRY_AFTER_MS)
+            )
         self.num_inflight += 1
-        return Slot(self)
+        self._of_tenant[tenant] = num_own + 1
+        return Slot(self, tenant)
+
+    def leave(self, tenant: str) -> None:
+        """A slot was released. No tenant without requests stays in memory."""
+        self.num_inflight -= 1
+        self._of_tenant[tenant] -= 1
+        if not self._of_tenant[tenant]:
+            del self._of_tenant[tenant]
 
 
 async def read_body(request: Request, config: GatewayConfig) -> bytes:
@@ -129,7 +176,3 @@ async def _read_at_most(request: Request, limit: int) -> bytes:
 
 def _too_large(limit: int) -> RequestTooLargeError:
     return RequestTooLargeError(f"the body is larger than {limit} bytes", stage="receive")
-
-
-def _digest(key: str) -> str:
-    return hashlib.sha256(key.encode()).hexdigest()[:16]

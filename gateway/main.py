@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,10 +29,9 @@ from isthmus.common.logging import configure_logging, get_logger
 from isthmus.common.model_files import locate_model
 from isthmus.common.registry.embedded import EmbeddedRegistryClient
 from isthmus.gateway.app import ModelIdentity, build_gateway, create_app
+from isthmus.gateway.routing import Routing
 from isthmus.gateway.server import HttpServer, bind_socket
 from isthmus.gateway.tokenizer import load_tokenizer
-from isthmus.router.feed import ClusterFeed
-from isthmus.router.router import Router
 
 CONFIG_VARIABLE = "ISTHMUS_PROCESS_CONFIG"
 MS_PER_S = 1000
@@ -41,6 +41,7 @@ MS_PER_S = 1000
 class GatewayArgs:
     config: ClusterConfig
     registry: str
+    gateway_id: str = "gateway-0"
 
 
 def parse_args(argv: Sequence[str] | None = None) -> GatewayArgs:
@@ -48,11 +49,13 @@ def parse_args(argv: Sequence[str] | None = None) -> GatewayArgs:
     parser = argparse.ArgumentParser(description="The gateway of an Isthmus cluster")
     parser.add_argument("--registry", required=True, metavar="HOST:PORT")
     parser.add_argument("--config-json", type=Path, metavar="FILE", help=f"else ${CONFIG_VARIABLE}")
+    parser.add_argument("--gateway-id", default="gateway-0", metavar="NAME")
     options = parser.parse_args(argv)
     file: Path | None = options.config_json
     try:
         text = file.read_text("utf-8") if file else os.environ.get(CONFIG_VARIABLE, "{}")
-        return GatewayArgs(ClusterConfig.model_validate_json(text), options.registry)
+        config = ClusterConfig.model_validate_json(text)
+        return GatewayArgs(config, options.registry, options.gateway_id)
     except OSError as error:
         raise ConfigError(f"cannot read {file}: {error.strerror}", stage="start") from error
     except ValidationError as error:
@@ -62,14 +65,31 @@ def parse_args(argv: Sequence[str] | None = None) -> GatewayArgs:
 async def serve(args: GatewayArgs, model: ModelIdentity, listener: socket.socket) -> None:
     """Runs until a signal has been handled and everything is closed."""
     config = args.config
-    registry = EmbeddedRegistryClient(args.registry)
-    router = Router(config.router, SystemClock())
-    feed = ClusterFeed(registry, config.name, router.state, config.router)
-    gateway = build_gateway(config, model, router, SystemClock())
-    server = HttpServer(create_app(gateway), config.lifecycle.drain_ms / MS_PER_S)
-    gc.collect()
-    gc.freeze()  # vocabulary and application are permanent: no collection needs to walk over them
+    async with AsyncExitStack() as stack:
+        registry = EmbeddedRegistryClient(args.registry)
+        stack.push_async_callback(registry.close)
+        routing = Routing(args, registry)
+        gateway = build_gateway(config, model, routing.router, routing.decider, SystemClock())
+        server = HttpServer(create_app(gateway), config.lifecycle.drain_ms / MS_PER_S)
+        gc.collect()
+        gc.freeze()  # vocabulary and application are permanent: no collection walks over them
+        _handle_signals(server)
+        host, port = listener.getsockname()[:2]
+        get_logger("gateway").info("gateway listening", address=f"{host}:{port}", model=model.name)
+        state = routing.router.state
+        state.on_change = lambda: gateway.decode_client.follow(gateway.router.decode_refs())
+        stack.push_async_callback(routing.close)
+        await routing.start()
+        stack.push_async_callback(gateway.close)
 
+        def look_away() -> None:
+            state.on_change = None
+
+        stack.callback(look_away)
+        await server.serve(sockets=[listener])
+
+
+def _handle_signals(server: HttpServer) -> None:
     def on_signal(number: int) -> None:
         if server.should_exit:
             os._exit(128 + number)
@@ -78,17 +98,6 @@ async def serve(args: GatewayArgs, model: ModelIdentity, listener: socket.socket
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal, number)
-    host, port = listener.getsockname()[:2]
-    get_logger("gateway").info("gateway listening", address=f"{host}:{port}", model=model.name)
-    router.state.on_change = lambda: gateway.decode_client.follow(gateway.router.decode_refs())
-    feed.start()
-    try:
-        await server.serve(sockets=[listener])
-    finally:
-        router.state.on_change = None
-        await feed.close()
-        await gateway.close()
-        await registry.close()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -96,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         args = parse_args(argv)
-        configure_logging(args.config.logging, role="gateway", instance="gateway")
+        configure_logging(args.config.logging, role="gateway", instance=args.gateway_id)
         listener = bind_socket(
             args.config.gateway.host,
             args.config.gateway.port,

@@ -24,7 +24,7 @@ from isthmus.common.errors import (
     UnsupportedParameterError,
 )
 from isthmus.common.timeline import Event, Timeline
-from isthmus.common.types import SamplingParams
+from isthmus.common.types import SamplingParams, Slo
 from isthmus.gateway.chat_template import ChatTemplate, JsonValue
 from isthmus.gateway.limits import Identity
 from isthmus.gateway.plan import GenerationPlan, PreparedPrompt
@@ -53,10 +53,12 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """One request at the door: its id, whose it is and when its body had been read."""
+    """One request at the door: its id, whose it is, its class of service and when its body had
+    been read."""
 
     request_id: str
     identity: Identity
+    slo: Slo
     timeline: Timeline
     arrived_ns: int
 
@@ -238,7 +240,9 @@ class Pipeline:
             stop_strings=tuple(stop for stop in body.stop or () if isinstance(stop, str)),
             arrival_ns=arrival.arrived_ns,
             deadline_ns=arrival.arrived_ns + self._config.request_timeout_ms * NS_PER_MS,
+            slo=arrival.slo,
             tenant=arrival.identity.tenant,
+            tenant_label=arrival.identity.label,
             cache_salt=salt,
             is_streamed=bool(body.stream),
         )

@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from isthmus.common.ids import HashChain
-from isthmus.common.types import FinishReason, SamplingParams, TokenLogprob
+from isthmus.common.types import FinishReason, SamplingParams, Slo, TokenLogprob
+
+ANONYMOUS = "anonymous"
+"""Label of requests without a tenant, where no keys are configured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +34,9 @@ class GenerationPlan:
     stop_strings: tuple[str, ...]
     arrival_ns: int
     deadline_ns: int
+    slo: Slo = field(default_factory=Slo)
     tenant: str = ""
+    tenant_label: str = ANONYMOUS
     cache_salt: str = ""
     is_streamed: bool = False
     is_echo: bool = False

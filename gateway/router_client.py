@@ -1,7 +1,8 @@
-"""The gateway's way to the router, which it embeds: decisions out, outcomes in.
+"""The gateway's way to a router, its own or another process's: questions out, outcomes in.
 
-Also answers what the gateway must know of the cluster before it can ask: block size and fingerprint
-for the hashes, the longest sequence, who is there. All synchronous and CPU only.
+Also answers what the gateway must know of the cluster before it can ask (block size and fingerprint
+for the hashes, the longest sequence, who is there), from its own view of it. Nothing here waits:
+answers come by callback, those of an embedded router mostly before the call returns.
 """
 
 from __future__ import annotations
@@ -9,12 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from isthmus.common.backoff import retry_after_ms
 from isthmus.common.clock import Clock
 from isthmus.common.cluster import InstanceInfo, InstanceState, Role
 from isthmus.common.errors import InstanceLostError, IsthmusError, NoInstanceError, TransferError
 from isthmus.common.hashing import block_hashes, root_hash
 from isthmus.common.ids import HashChain, InstanceId, RequestId
+from isthmus.common.timeline import Timeline
 from isthmus.common.types import InstanceRef, RouteDecision
+from isthmus.gateway.decider import Asker, Decider
 from isthmus.gateway.plan import GenerationPlan, PreparedPrompt
 from isthmus.router.router import Router
 from isthmus.router.types import Outcome, RouteQuery
@@ -41,7 +45,10 @@ class ChoiceQuery:
             model=self.plan.model,
             num_prompt_tokens=len(self.prompt.token_ids) + self.num_resumed_tokens,
             hash_chains=self.prompt.hash_chains,
+            slo=self.plan.slo,
             tenant=self.plan.tenant,
+            arrival_ns=self.plan.arrival_ns,
+            deadline_ns=self.plan.deadline_ns,
             max_output_tokens=max(1, self.prompt.max_tokens - self.num_resumed_tokens),
             exclude=self.exclude,
             prefer_decode=self.prefer_decode,
@@ -50,33 +57,49 @@ class ChoiceQuery:
 
 
 class RouterClient:
-    def __init__(self, router: Router, clock: Clock) -> None:
+    """``router``: whose view of the cluster this is; ``decider``: who is asked."""
+
+    def __init__(self, router: Router, clock: Clock, decider: Decider) -> None:
         self._router = router
         self._clock = clock
+        self._decider = decider
 
-    def route(self, query: ChoiceQuery) -> RouteDecision:
-        """Raises NoInstanceError or CapacityError."""
-        return self._router.route(query.to_route_query())
+    def route(self, query: ChoiceQuery, asker: Asker, *, may_wait: bool) -> None:
+        """``asker`` hears once what came of it, unless it withdraws first."""
+        self._decider.ask(query.to_route_query(), asker, may_wait=may_wait)
 
     def reroute(
-        self, query: ChoiceQuery, last: RouteDecision, error: IsthmusError, failed: InstanceId
-    ) -> RouteDecision:
+        self,
+        query: ChoiceQuery,
+        last: RouteDecision,
+        error: IsthmusError,
+        failed: InstanceId,
+        asker: Asker,
+    ) -> None:
         """A new decision after ``last`` came to nothing; its reservation is given back first."""
         self.report_failed(last, error, failed)
-        return self._router.reroute(query.to_route_query(), failed, error.code)
+        self._decider.ask_again(query.to_route_query(), asker, failed=failed, reason=error.code)
+
+    def withdraw(self, request_id: RequestId) -> None:
+        """Nobody wants to know any more."""
+        self._decider.withdraw(request_id)
 
     def report_first_token(self, decision: RouteDecision) -> None:
-        self._router.report(decision.decision_id, Outcome.first_token())
+        self._decider.report(decision.decision_id, Outcome.first_token())
 
-    def report_prefill_failed(self, decision: RouteDecision, failed: InstanceId) -> None:
-        """``failed`` let the request down, which goes on without it."""
-        self._router.report(decision.decision_id, Outcome.prefill_failed(failed))
-
-    def report_finished(self, decision: RouteDecision, tpot_ms: float | None) -> None:
-        self._router.report(decision.decision_id, Outcome.finished(tpot_ms))
+    def report_finished(
+        self,
+        decision: RouteDecision,
+        failed_prefill: InstanceId,
+        tpot_ms: float | None,
+        timeline: Timeline,
+    ) -> None:
+        """``failed_prefill``: who let the request down before it was served, "" = nobody."""
+        outcome = Outcome.finished(tpot_ms, failed_prefill or None, timeline)
+        self._decider.report(decision.decision_id, outcome)
 
     def report_cancelled(self, decision: RouteDecision) -> None:
-        self._router.report(decision.decision_id, Outcome.cancelled())
+        self._decider.report(decision.decision_id, Outcome.cancelled())
 
     def report_failed(
         self, decision: RouteDecision, error: IsthmusError, failed: InstanceId
@@ -88,7 +111,7 @@ class RouterClient:
             outcome = Outcome.refused()
         else:
             outcome = Outcome.failed(None)
-        self._router.report(decision.decision_id, outcome)
+        self._decider.report(decision.decision_id, outcome)
 
     def instances(self) -> Iterator[InstanceInfo]:
         return (view.info for view in self._router.cluster)
@@ -124,7 +147,12 @@ class RouterClient:
         """Raises NoInstanceError when nobody could serve, before any work is done for a request."""
         if not any(info.role is not Role.PREFILL for info in self.instances()):
             message = "no decode or mixed instance is registered"
-            raise NoInstanceError(message, stage="route", retry_after_ms=RETRY_AFTER_MS)
+            raise NoInstanceError(
+                message,
+                stage="route",
+                retry_after_ms=retry_after_ms(RETRY_AFTER_MS),
+                reason="pool_empty",
+            )
 
     def hash_prompt(self, token_ids: Sequence[int], cache_salt: str) -> tuple[HashChain, ...]:
         """Hashes of the full blocks as the instances make them, one chain for each size of block

@@ -35,6 +35,7 @@ MAX_STOPS = 16
 MAX_LOGPROBS = 20
 MAX_FIELDS = 256
 MAX_MESSAGES = 16_384
+MAX_TARGET_MS = 86_400_000  # a day
 MAX_LOGIT_BIAS = 1_024  # each costs time in every step of every choice
 # Bounded: Python refuses to read a number of thousands of digits.
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
@@ -92,6 +93,18 @@ class StreamOptions(Body):
     include_obfuscation: Literal[False] | None = None
 
 
+TargetMs = Annotated[StrictFloat, Field(gt=0, le=MAX_TARGET_MS)]
+
+
+class SloBody(Body):
+    """The request's class of service, and targets in place of the class's, in milliseconds."""
+
+    class_name: str | None = Field(None, alias="class")
+    ttft_ms: TargetMs | None = None
+    tpot_ms: TargetMs | None = None
+    e2e_ms: TargetMs | None = None
+
+
 class GenerationBody(Body):
     """What chat and plain completions share."""
 
@@ -115,6 +128,7 @@ class GenerationBody(Body):
     seed: StrictInt | None = None
     cache_salt: str | None = None
     return_token_ids: StrictBool | None = None
+    slo: SloBody | None = None
 
     @model_validator(mode="before")
     @classmethod

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from isthmus.common import metrics
 from isthmus.common.clock import NS_PER_S, Clock
 from isthmus.common.types import FinishReason, SamplingParams, TokenLogprob
+from isthmus.gateway.class_metrics import metrics_of
 from isthmus.gateway.output_text import OutputText
 from isthmus.gateway.plan import ChoiceDelta, GenerationPlan, PreparedPrompt
 from isthmus.gateway.tokenizer import TextTokenizer
@@ -29,6 +30,7 @@ class SequenceOutput:
         self.token_ids: list[int] = []
         """All that were delivered, those behind a stop string included."""
         self._is_wanted = plan.has_output
+        self._second_token_gap = metrics_of(plan.slo.class_name).second_token_gap
         self._max_tokens = sampling.max_tokens
         self._text = OutputText(tokenizer, prompt.token_ids, plan.stop_strings, sampling)
         self._delta = ChoiceDelta()
@@ -104,7 +106,7 @@ class SequenceOutput:
         if self._last_token_ns:
             gap_s = (now_ns - self._last_token_ns) / NS_PER_S
             if len(self.token_ids) == 1:
-                metrics.SECOND_TOKEN_GAP.observe(gap_s)
+                self._second_token_gap.observe(gap_s)
             for _ in range(num_tokens):
                 metrics.ITL.observe(gap_s / num_tokens)
         else:

@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from isthmus.common.errors import InternalError
 from isthmus.common.logging import get_logger
-from isthmus.gateway.context import request_id_of
+from isthmus.gateway.context import id_headers, request_id_of
 from isthmus.gateway.error_response import error_response
 
 _log = get_logger("gateway")
@@ -45,8 +45,8 @@ class UnexpectedErrors:
         except Exception as error:
             if scope["type"] != "http":
                 raise
-            request_id = request_id_of(Request(scope))
-            log_unexpected(error, request_id)
+            request = Request(scope)
+            log_unexpected(error, request_id_of(request))
             if not has_begun:
-                response = error_response(internal_error(), {"x-request-id": request_id})
+                response = error_response(internal_error(), id_headers(request))
                 await response(scope, receive, send)

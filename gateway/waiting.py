@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from starlette.types import Receive
 
 from isthmus.common import metrics
+from isthmus.common.backoff import retry_after_ms
 from isthmus.common.clock import NS_PER_MS, NS_PER_S
 from isthmus.common.errors import CancelledError, IsthmusError, NoInstanceError
 
@@ -24,9 +25,9 @@ RETRY_AFTER_MS = 1_000
 
 @dataclass(eq=False, slots=True)
 class Hold:
-    """One that waits. ``retry`` says whether it was served; the other end is ``give_up``."""
+    """One that waits. It ends by ``retry`` or by ``give_up``."""
 
-    retry: Callable[[], bool]
+    retry: Callable[[], object]
     give_up: Callable[[], object]
     until_s: float
 
@@ -44,9 +45,19 @@ class WaitingRoom:
     def is_open(self) -> bool:
         return self.wait_s > 0
 
-    def hold(self, retry: Callable[[], bool], give_up: Callable[[], object]) -> Hold:
-        """Until ``retry`` returns True, the time is up (``give_up``) or ``cancel``."""
-        hold = Hold(retry, give_up, asyncio.get_running_loop().time() + self.wait_s)
+    def ends_s(self) -> float:
+        """When somebody who enters now must leave, by the loop's clock."""
+        return asyncio.get_running_loop().time() + self.wait_s
+
+    def is_over(self, until_s: float) -> bool:
+        return asyncio.get_running_loop().time() >= until_s
+
+    def hold(
+        self, retry: Callable[[], object], give_up: Callable[[], object], until_s: float
+    ) -> Hold:
+        """Until somebody can serve (``retry``), the time is up (``give_up``) or ``cancel``. Who
+        retries in vain may enter again, with the same end."""
+        hold = Hold(retry, give_up, until_s)
         self._enter(hold)
         self._arm()
         return hold
@@ -60,8 +71,14 @@ class WaitingRoom:
         message = f"no decode or mixed instance became ready within {self.wait_s:g} s"
         if cause is not None:
             message = f"{cause.message}; {message}"
-        retry_after_ms = (cause.retry_after_ms if cause is not None else 0) or RETRY_AFTER_MS
-        return NoInstanceError(message, stage="route", retry_after_ms=retry_after_ms)
+        asked_ms = cause.retry_after_ms if cause is not None else 0
+        reason = cause.reason if isinstance(cause, NoInstanceError) else ""
+        return NoInstanceError(
+            message,
+            stage="route",
+            retry_after_ms=asked_ms or retry_after_ms(RETRY_AFTER_MS),
+            reason=reason,
+        )
 
     async def until_served(self, receive: Receive) -> None:
         """Returns once an instance can serve, at once when one can or the room is closed.
@@ -73,7 +90,9 @@ class WaitingRoom:
         loop = asyncio.get_running_loop()
         served: asyncio.Future[bool] = loop.create_future()
         hold = self.hold(
-            lambda: _settle(served, is_served=True), lambda: _settle(served, is_served=False)
+            lambda: _settle(served, is_served=True),
+            lambda: _settle(served, is_served=False),
+            self.ends_s(),
         )
         watch = loop.create_task(until_left(receive))
         try:
@@ -106,13 +125,12 @@ class WaitingRoom:
             self._arm()  # whatever one of them raised: the others still wait
 
     def _look_after(self, hold: Hold, *, can_serve: bool, now_s: float) -> None:
-        self._leave(hold)
-        if can_serve and hold.retry():
-            return
-        if now_s >= hold.until_s:
+        if can_serve:
+            self._leave(hold)
+            hold.retry()
+        elif now_s >= hold.until_s:
+            self._leave(hold)
             hold.give_up()
-        else:
-            self._enter(hold)
 
     def _enter(self, hold: Hold) -> None:
         self._holds[hold] = None
@@ -127,10 +145,9 @@ class WaitingRoom:
             self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
 
 
-def _settle(served: asyncio.Future[bool], *, is_served: bool) -> bool:
+def _settle(served: asyncio.Future[bool], *, is_served: bool) -> None:
     if not served.done():
         served.set_result(is_served)
-    return True
 
 
 async def until_left(receive: Receive) -> None:

@@ -27,7 +27,6 @@ from isthmus.common.errors import (
     InstanceLostError,
     IsthmusError,
     TransferError,
-    TransferHopelessError,
 )
 from isthmus.common.ids import InstanceId, TransferId
 from isthmus.common.kv_layout import KvLayout
@@ -35,7 +34,7 @@ from isthmus.common.logging import RateLimitedLog, get_logger
 from isthmus.common.transfer import Checksum, TransferOffer, TransferTicket
 from isthmus.common.types import InstanceRef
 from isthmus.kvtransfer.checksums import BlockReader, host_reader, offered_checksum
-from isthmus.kvtransfer.driver import ConnectorDriver
+from isthmus.kvtransfer.driver import ConnectorDriver, Outcome, Sweep, Write
 from isthmus.kvtransfer.handshake import make_offer
 from isthmus.kvtransfer.interface import Connector, MemoryRegion, PeerName
 from isthmus.kvtransfer.notification import Notification, decode
@@ -44,7 +43,6 @@ from isthmus.kvtransfer.peers import PeerTable
 from isthmus.kvtransfer.receive_session import Ignored, ReceiveSession
 from isthmus.kvtransfer.send_session import Route, SendSession
 from isthmus.kvtransfer.tickets import check_ticket
-from isthmus.kvtransfer.writes import Outcome, Sweep, Write
 
 # How long a sweep may wait for something to happen; resting sessions count time between sweeps.
 _PATIENCE_S = 0.05
@@ -142,9 +140,6 @@ class TransferManager:
         for send in list(self._sends.values()):
             if send.ticket.target.instance_id == instance_id:
                 send.fail(error)
-        rates = self.bytes_per_s()
-        rates.pop(instance_id, None)
-        self._observer.links_measured(rates)
 
     # --- sessions ------------------------------------------------------------------------------
 
@@ -169,9 +164,8 @@ class TransferManager:
         return session
 
     def open_send(self, ticket: TransferTicket) -> SendSession:
-        """For the prefill side. Raises HandshakeError (no handshake with the target yet),
-        TransferHopelessError (the link is known to be too slow) and what ``open_receive`` raises.
-        """
+        """For the prefill side. Raises HandshakeError (no handshake with the target yet) and what
+        ``open_receive`` raises."""
         self._peers.check_epoch(ticket.target)
         peer = self._peers.find(ticket.target)
         if peer is None:
@@ -185,9 +179,7 @@ class TransferManager:
             raise TransferError("this transfer id is in use", stage="transfer")
         self._check_checksum(ticket, ticket.target)
         route = Route(peer.name, self._layout, self._num_blocks, peer.rank.layout, self._read)
-        deadline_ns = self._deadline_ns(ticket)
-        self._check_in_time(ticket, route, deadline_ns)
-        session = SendSession(ticket, route, deadline_ns, self._quarantine_ns, self)
+        session = SendSession(ticket, route, self._deadline_ns(ticket), self._quarantine_ns, self)
         self._sends[ticket.transfer_id] = session
         self._opened("send", ticket)
         return session
@@ -198,12 +190,6 @@ class TransferManager:
         counts.update(f"send:{session.state.value}" for session in self._sends.values())
         counts.update(f"receive:{session.state.value}" for session in self._receives.values())
         return dict(counts)
-
-    def bytes_per_s(self) -> dict[InstanceId, float]:
-        """What the link to each peer was measured to carry; peers without a measurement are left
-        out."""
-        rates = {peer.ref.instance_id: self._driver.bytes_per_s(peer.name) for peer in self._peers}
-        return {instance_id: rate for instance_id, rate in rates.items() if rate is not None}
 
     @property
     def inflight_bytes(self) -> int:
@@ -241,14 +227,6 @@ class TransferManager:
                 instance_id=other.instance_id,
             )
 
-    def _check_in_time(self, ticket: TransferTicket, route: Route, deadline_ns: int) -> None:
-        num_bytes = ticket.num_blocks * route.target.block_bytes
-        try:
-            self._driver.check_in_time(route.peer, num_bytes, deadline_ns)
-        except TransferHopelessError:
-            self._observer.hopeless()
-            raise
-
     def _deadline_ns(self, ticket: TransferTicket) -> int:
         """Monotonic."""
         return self._clock.monotonic_ns() + ticket.deadline_ns - self._clock.now_ns()
@@ -268,15 +246,10 @@ class TransferManager:
         self._driver.submit(write)
         self._look()
 
-    def max_write_bytes(self, peer: PeerName) -> int:
-        return self._driver.max_write_bytes(peer)
-
     def monotonic_ns(self) -> int:
         return self._clock.monotonic_ns()
 
     def send_ended(self, session: SendSession) -> None:
-        if isinstance(session.error, TransferHopelessError):
-            self._observer.hopeless()
         self._session_ended("send", session.ticket, session.state.value, session.num_bytes)
 
     def receive_ended(self, session: ReceiveSession) -> None:
@@ -304,13 +277,6 @@ class TransferManager:
     def _session_ended(self, side: Side, ticket: TransferTicket, state: str, size: int) -> None:
         opened_ns = self._opened_ns.pop((side, ticket.transfer_id))
         seconds = (self._clock.monotonic_ns() - opened_ns) / NS_PER_S
-        get_logger("kvtransfer").debug(
-            "transfer ended",
-            request_id=ticket.request_id,
-            transfer=ticket.transfer_id.hex(),
-            side=side,
-            state=state,
-        )
         self._observer.session_ended(side, state, size, seconds)
 
     # --- time ----------------------------------------------------------------------------------
@@ -395,8 +361,6 @@ class TransferManager:
             if outcome is Outcome.DONE:
                 self.bytes_sent += write.num_bytes
             write.owner.write_ended(write, outcome, error)
-        if sweep.ended:
-            self._observer.links_measured(self.bytes_per_s())
         for peer_name, payload in sweep.notifications:
             await self._accept(peer_name, payload)
         self._rest(sweep.started_ns, self._receives.values())
@@ -431,13 +395,6 @@ class TransferManager:
         num_corrupt = await self._driver.run(lambda: check.count_corrupt(read))
         if num_corrupt and session.is_open:  # else its blocks may have been others' meanwhile
             self._observer.blocks_corrupt(num_corrupt)
-            get_logger("kvtransfer").warning(
-                "corrupt blocks",
-                request_id=session.ticket.request_id,
-                transfer=note.transfer_id.hex(),
-                chunk=note.chunk,
-                num_blocks=num_corrupt,
-            )
         return num_corrupt
 
     @staticmethod
@@ -450,7 +407,6 @@ class _Notice:
     """Owner of a write without bytes that nobody waits for."""
 
     is_open = True
-    num_bytes_left = 0
 
     def write_ended(self, write: Write, outcome: Outcome, error: IsthmusError | None) -> None:
         pass

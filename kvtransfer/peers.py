@@ -7,7 +7,7 @@ replaced stays refused even after its successor is forgotten.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from isthmus.common.errors import HandshakeError, IsthmusError, StaleEpochError
@@ -42,9 +42,6 @@ class PeerTable:
         self._by_name: dict[PeerName, Peer] = {}
         self._newest: dict[InstanceId, InstanceRef] = {}
         self._changing = asyncio.Lock()
-
-    def __iter__(self) -> Iterator[Peer]:
-        return iter(self._by_id.values())
 
     def find(self, ref: InstanceRef) -> Peer | None:
         """The peer of exactly this epoch."""

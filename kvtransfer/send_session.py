@@ -30,10 +30,10 @@ from isthmus.common.kv_layout import KvLayout
 from isthmus.common.state_machine import Transitions
 from isthmus.common.transfer import Checksum, TransferTicket
 from isthmus.kvtransfer.checksums import BlockReader, block_checksums
+from isthmus.kvtransfer.driver import MAX_WRITE_BYTES, Outcome, Write
 from isthmus.kvtransfer.interface import PeerName
 from isthmus.kvtransfer.notification import Flags, Notification
 from isthmus.kvtransfer.plan import Side, blocks_of, plan_copies, shared_heads
-from isthmus.kvtransfer.writes import Outcome, Write
 
 # Bounds what a notification carries and how many copies one write is made of.
 MAX_WRITE_BLOCKS = 512
@@ -79,10 +79,6 @@ class SendHost(Protocol):
 
     def submit(self, write: Write) -> None: ...
 
-    def max_write_bytes(self, peer: PeerName) -> int:
-        """How large one write should be at most, which depends on the link."""
-        ...
-
     def send_ended(self, session: SendSession) -> None: ...
 
     def send_quiet(self, session: SendSession) -> None: ...
@@ -112,7 +108,6 @@ class SendSession:
         self._quarantine_ns = quarantine_ns
         self._ended_ns = expires_ns
         self._next_index = 0
-        self._pushed_bytes = 0
         self._num_open_writes = 0
         self._may_still_land = False
         self._ended = asyncio.Event()
@@ -133,14 +128,6 @@ class SendSession:
     @property
     def target_block_size(self) -> int:
         return self._route.target.block_size
-
-    @property
-    def num_bytes_left(self) -> int:
-        """Of the whole ticket, as far as the blocks pushed so far tell what one takes."""
-        num_blocks = self.ticket.num_blocks
-        if not self._next_index:
-            return num_blocks * self._route.target.block_bytes
-        return self._pushed_bytes * num_blocks // self._next_index - self.num_bytes
 
     @property
     def is_quiet(self) -> bool:
@@ -260,8 +247,7 @@ class SendSession:
             raise ValueError(f"source blocks outside the store: {list(block_ids)}")
 
     def _chunks(self, first_index: int, end: int) -> Iterator[tuple[int, int]]:
-        write_bytes = self._host.max_write_bytes(self._route.peer)
-        fitting = max(1, write_bytes // self._route.target.block_bytes)
+        fitting = max(1, MAX_WRITE_BYTES // self._route.target.block_bytes)
         per_chunk = min(fitting, MAX_WRITE_BLOCKS)
         for start in range(first_index, end, per_chunk):
             yield start, min(start + per_chunk, end)
@@ -283,15 +269,15 @@ class SendSession:
         )
         self.num_chunks += 1
         self._num_open_writes += 1
-        write = Write(
-            peer=self._route.peer,
-            ops=plan_copies(source, target, tokens),
-            notification=self._sealed(note, source, tokens),
-            expires_ns=self.expires_ns,
-            owner=self,
+        self._host.submit(
+            Write(
+                peer=self._route.peer,
+                ops=plan_copies(source, target, tokens),
+                notification=self._sealed(note, source, tokens),
+                expires_ns=self.expires_ns,
+                owner=self,
+            )
         )
-        self._pushed_bytes += write.num_bytes
-        self._host.submit(write)
 
     def _sealed(
         self, note: Notification, source: Side, tokens: range

@@ -11,7 +11,6 @@ from collections import OrderedDict
 from collections.abc import AsyncGenerator
 from contextlib import suppress
 
-from isthmus.common.cluster import LinkRate
 from isthmus.common.errors import (
     CancelledError,
     DrainingError,
@@ -183,9 +182,7 @@ class PrefillWorker:
                 call.on_update(update)
 
     def outside_load(self) -> OutsideLoad:
-        transfers = self._runtime.transfers
-        links = tuple(LinkRate(*link) for link in transfers.bytes_per_s().items())
-        return OutsideLoad(inflight_transfer_bytes=transfers.inflight_bytes, links=links)
+        return OutsideLoad(inflight_transfer_bytes=self._runtime.transfers.inflight_bytes)
 
     def num_running(self) -> int:
         return len(self._calls)

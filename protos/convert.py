@@ -8,14 +8,7 @@ from __future__ import annotations
 
 import time
 
-from isthmus.common.cluster import (
-    InstanceInfo,
-    InstanceState,
-    LatencyModel,
-    LinkRate,
-    LoadReport,
-    Role,
-)
+from isthmus.common.cluster import InstanceInfo, InstanceState, LatencyModel, LoadReport, Role
 from isthmus.common.errors import ErrorDetail, InvalidRequestError, IsthmusError
 from isthmus.common.ids import BlockHash, BlockId, DecisionId, InstanceId, RequestId, TransferId
 from isthmus.common.kv_events import (
@@ -32,7 +25,6 @@ from isthmus.common.types import (
     FinishReason,
     InstanceRef,
     LocalPrefillReason,
-    Remedy,
     Request,
     RouteAction,
     RouteDecision,
@@ -98,6 +90,9 @@ def error_to_pb(error: IsthmusError) -> pb.ErrorDetail:
         instance_id=detail.instance_id,
         retry_after_ms=detail.retry_after_ms,
         param=detail.param,
+        reason=detail.reason,
+        predicted_ms=detail.predicted_ms,
+        limit_ms=detail.limit_ms,
     )
 
 
@@ -110,6 +105,9 @@ def error_from_pb(message: pb.ErrorDetail) -> IsthmusError:
         instance_id=message.instance_id,
         retry_after_ms=message.retry_after_ms,
         param=message.param if message.HasField("param") else None,
+        reason=message.reason,
+        predicted_ms=message.predicted_ms if message.HasField("predicted_ms") else None,
+        limit_ms=message.limit_ms if message.HasField("limit_ms") else None,
     ).to_error()
 
 
@@ -125,7 +123,6 @@ def slo_to_pb(slo: Slo) -> pb.Slo:
         quantile=slo.quantile,
         weight=slo.weight,
         is_strict=slo.is_strict,
-        on_failure=slo.on_failure.value if slo.on_failure is not None else "",
     )
 
 
@@ -138,7 +135,6 @@ def slo_from_pb(message: pb.Slo) -> Slo:
         quantile=message.quantile or _DEFAULT_SLO.quantile,
         weight=message.weight or _DEFAULT_SLO.weight,
         is_strict=message.is_strict,
-        on_failure=Remedy(message.on_failure) if message.on_failure else None,
     )
 
 
@@ -414,10 +410,6 @@ def load_to_pb(report: LoadReport) -> pb.LoadReport:
         inflight_transfer_bytes=report.inflight_transfer_bytes,
         step_ms=report.step_ms,
         steps=report.steps,
-        links=[
-            pb.LinkRate(target_id=link.target_id, bytes_per_s=link.bytes_per_s)
-            for link in report.links
-        ],
     )
 
 
@@ -439,9 +431,6 @@ def load_from_pb(message: pb.LoadReport) -> LoadReport:
         inflight_transfer_bytes=message.inflight_transfer_bytes,
         step_ms=message.step_ms,
         steps=message.steps,
-        links=tuple(
-            LinkRate(InstanceId(link.target_id), link.bytes_per_s) for link in message.links
-        ),
     )
 
 

@@ -6,10 +6,10 @@ and a time to come back at: the shortest time after which one of the excluded mi
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 
+from isthmus.common.backoff import retry_after_ms
 from isthmus.common.cluster import InstanceState
 from isthmus.common.errors import (
     CapacityError,
@@ -24,7 +24,6 @@ from isthmus.router.predictor import DecodeOption
 from isthmus.router.types import RouteQuery
 
 MAX_QUEUE_FACTOR = 8  # sequences per place of a decode instance, beyond which requests are refused
-RETRY_RANGE_MS = (1_000, 60_000)
 SUSPECT_RETRY_MS = 1_000
 STARTING_RETRY_MS = 3_000
 RETRY_MS = 5_000
@@ -44,6 +43,7 @@ class FilterReason(Enum):
 
 
 _READY = InstanceState.READY
+_COMING = frozenset({InstanceState.STARTING, InstanceState.SWITCHING})
 _INFEASIBLE = frozenset({FilterReason.TOO_LONG, FilterReason.TOO_BIG})
 
 
@@ -96,7 +96,18 @@ def refusal(
         f"no decode instance available ({named or 'none is registered'})",
         stage="route",
         retry_after_ms=retry_after_ms(min(waits, default=RETRY_MS)),
+        reason=_why_nobody(of_model),
     )
+
+
+def _why_nobody(of_model: Sequence[InstanceView]) -> str:
+    """In one word, for the instance that is nearest to being able to."""
+    if not of_model:
+        return "pool_empty"
+    states = {view.info.state for view in of_model if not view.is_suspect}
+    if InstanceState.READY in states or not states:
+        return "out_of_reach"  # its breaker is open, its stream broke, or it is excluded
+    return "starting" if states & _COMING else "draining"
 
 
 def overload(options: Iterable[DecodeOption]) -> CapacityError | None:
@@ -111,12 +122,6 @@ def overload(options: Iterable[DecodeOption]) -> CapacityError | None:
         stage="route",
         retry_after_ms=retry_after_ms(min(waits)),
     )
-
-
-def retry_after_ms(wait_ms: float) -> int:
-    """Jittered by a fifth, so that the refused do not come back together; 1 to 60 seconds."""
-    low, high = RETRY_RANGE_MS
-    return int(min(max(wait_ms * random.uniform(0.8, 1.2), low), high))
 
 
 def _wait_ms(view: InstanceView, reason: FilterReason | None, now_ns: int) -> int:

@@ -1,18 +1,27 @@
-"""Why was this request sent there: the last decisions with what was considered and what was not."""
+"""Why was this request sent there: the last decisions with what was considered and what was not.
+
+A record is made with the decision (or refusal) and gains what is told of it later: outcomes, and
+the times that were measured. Memory is bounded by the number of records and by what each may hold.
+"""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 
+from isthmus.common.errors import ErrorDetail, IsthmusError
 from isthmus.common.ids import DecisionId, InstanceId, RequestId
-from isthmus.common.types import RouteDecision
+from isthmus.common.timeline import Timeline
+from isthmus.common.types import RouteDecision, Slo
 from isthmus.router.admission import FilterReason
 from isthmus.router.policy import Candidate
-from isthmus.router.types import OutcomeKind
+from isthmus.router.types import Outcome, OutcomeKind, RouteQuery
 
-MAX_RECORDS = 256
+MAX_RECORDS = 4096
 MAX_EXPLAINED = 8
+MAX_FILTERED = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,45 +51,91 @@ class ExplainedCandidate:
 
 @dataclass(slots=True)
 class DecisionRecord:
-    """``candidates`` : the best few, best first. ``filtered``: why others were none."""
+    """``candidates``: the best few, best first. ``filtered``: why others were none, the first of
+    ``num_filtered``. Either a decision or an error. ``timeline``: what was measured, as far as it
+    was told; unix nanoseconds, like ``at_ns``."""
 
-    decision: RouteDecision
+    request_id: RequestId
     num_prompt_tokens: int
-    at_ns: int  # monotonic
-    candidates: tuple[ExplainedCandidate, ...]
-    filtered: dict[InstanceId, FilterReason]
+    max_output_tokens: int
+    slo: Slo
+    tenant: str
+    at_ns: int
+    decision: RouteDecision | None = None
+    error: ErrorDetail | None = None
+    candidates: tuple[ExplainedCandidate, ...] = ()
+    filtered: dict[InstanceId, FilterReason] = field(default_factory=dict)
+    num_filtered: int = 0
     outcomes: list[OutcomeKind] = field(default_factory=list)
+    timeline: Timeline = field(default_factory=Timeline)
+
+    @classmethod
+    def of(
+        cls, query: RouteQuery, filtered: Mapping[InstanceId, FilterReason], at_ns: int
+    ) -> DecisionRecord:
+        return cls(
+            request_id=query.request_id,
+            num_prompt_tokens=query.num_prompt_tokens,
+            max_output_tokens=query.max_output_tokens,
+            slo=query.slo,
+            tenant=query.tenant,
+            at_ns=at_ns,
+            filtered=dict(islice(filtered.items(), MAX_FILTERED)),
+            num_filtered=len(filtered),
+        )
+
+    def decided(self, decision: RouteDecision, candidates: list[Candidate]) -> DecisionRecord:
+        self.decision = decision
+        best = candidates[:MAX_EXPLAINED]
+        self.candidates = tuple([ExplainedCandidate.of(item) for item in best])
+        return self
+
+    def refused(self, error: IsthmusError) -> DecisionRecord:
+        self.error = ErrorDetail.of(error)
+        return self
+
+    def told(self, outcome: Outcome) -> None:
+        self.outcomes.append(outcome.kind)
+        if outcome.timeline is not None:
+            self.timeline.merge(outcome.timeline)
 
 
 class DecisionLog:
-    """The last ``MAX_RECORDS`` decisions."""
+    """The last ``max_records`` decisions and refusals, oldest first."""
 
     def __init__(self, max_records: int = MAX_RECORDS) -> None:
         self._max_records = max_records
-        self._order: deque[DecisionId] = deque()
-        self._records: dict[DecisionId, DecisionRecord] = {}
+        self._records: deque[DecisionRecord] = deque()
+        self._by_decision: dict[DecisionId, DecisionRecord] = {}
 
     def __len__(self) -> int:
         return len(self._records)
 
     def add(self, record: DecisionRecord) -> None:
-        self._order.append(record.decision.decision_id)
-        self._records[record.decision.decision_id] = record
-        if len(self._order) > self._max_records:
-            del self._records[self._order.popleft()]
+        self._records.append(record)
+        if record.decision is not None:
+            self._by_decision[record.decision.decision_id] = record
+        if len(self._records) > self._max_records:
+            oldest = self._records.popleft()
+            if oldest.decision is not None:
+                del self._by_decision[oldest.decision.decision_id]
 
     def get(self, decision_id: DecisionId) -> DecisionRecord | None:
-        return self._records.get(decision_id)
+        return self._by_decision.get(decision_id)
 
-    def of_request(self, request_id: RequestId) -> list[DecisionRecord]:
-        """Oldest first: a request that was routed again has several."""
+    def of_request(self, request_id: str) -> list[DecisionRecord]:
+        """Oldest first: a request that was routed again, or has several choices, has several.
+
+        ``request_id`` is one sequence's, the whole request's (which its sequences' begin with), or
+        the one that its client gave it.
+        """
+        beginnings = (f"{request_id}-", f"{request_id}.")
         return [
             record
-            for decision_id in self._order
-            if (record := self._records[decision_id]).decision.request_id == request_id
+            for record in self._records
+            if record.request_id == request_id or record.request_id.startswith(beginnings)
         ]
 
     def last(self, count: int) -> list[DecisionRecord]:
         """Newest first."""
-        newest = list(self._order)[::-1][:count]
-        return [self._records[decision_id] for decision_id in newest]
+        return list(islice(reversed(self._records), count))

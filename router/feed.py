@@ -48,15 +48,25 @@ log = get_logger("feed")
 
 
 class ClusterFeed:
-    """Feeds one RouterState until closed. Everything runs on the loop that called ``start``."""
+    """Feeds one RouterState until closed. Everything runs on the loop that called ``start``.
+
+    ``follows_kv`` False: for a policy that looks at no prefix.
+    """
 
     def __init__(
-        self, registry: Registry, cluster: str, state: RouterState, config: RouterConfig
+        self,
+        registry: Registry,
+        cluster: str,
+        state: RouterState,
+        config: RouterConfig,
+        *,
+        follows_kv: bool = True,
     ) -> None:
         self._registry = registry
         self._prefix = instances_prefix(cluster)
         self._state = state
         self._silence_s = config.stale_load_ms / 1000
+        self._follows_kv = follows_kv
         self._listed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._followers: dict[InstanceId, tuple[int, asyncio.Task[None]]] = {}
@@ -127,14 +137,15 @@ class ClusterFeed:
         """Both streams of one epoch, until it is LOST or superseded."""
         channel = create_channel(info.address)
         stub = instance_pb2_grpc.InstanceServiceStub(channel)
-        kv_events = asyncio.create_task(self._follow_kv(stub, info))
+        kv_events = [asyncio.create_task(self._follow_kv(stub, info))] if self._follows_kv else []
         try:
             await self._follow_load(stub, info)
         finally:
             if self._followers.get(info.instance_id, (0, None))[1] is asyncio.current_task():
                 del self._followers[info.instance_id]
-            kv_events.cancel()
-            await asyncio.gather(kv_events, return_exceptions=True)
+            for task in kv_events:
+                task.cancel()
+            await asyncio.gather(*kv_events, return_exceptions=True)
             await channel.close()
 
     async def _follow_load(self, stub: InstanceServiceStub, info: InstanceInfo) -> None:

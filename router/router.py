@@ -7,19 +7,20 @@ reservation expires, so that a burst does not all go to whoever was idle in the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 from isthmus.common import metrics
 from isthmus.common.clock import NS_PER_MS, Clock
 from isthmus.common.cluster import Role
 from isthmus.common.config import RouterConfig
-from isthmus.common.ids import DecisionId, InstanceId, new_decision_id
+from isthmus.common.errors import IsthmusError
+from isthmus.common.ids import DecisionId, InstanceId, RequestId, new_decision_id
 from isthmus.common.types import InstanceRef, RouteAction, RouteDecision
 from isthmus.router.admission import FilterReason, filter_reason, overload, refusal
 from isthmus.router.baselines import least_loaded, round_robin
 from isthmus.router.cluster_view import ClusterView, CompatKey, InstanceView
-from isthmus.router.explain import MAX_EXPLAINED, DecisionLog, DecisionRecord, ExplainedCandidate
+from isthmus.router.explain import DecisionLog, DecisionRecord
 from isthmus.router.policy import Candidate, LeastPredictedLoad, Policy, Pool
 from isthmus.router.predictor import (
     DecodeOption,
@@ -31,6 +32,7 @@ from isthmus.router.predictor import (
 from isthmus.router.snapshot import RouterSnapshot, take_snapshot
 from isthmus.router.state import RouterState
 from isthmus.router.types import Outcome, OutcomeKind, RouteQuery
+from isthmus.router.verdict import Admitted, Rejected, Settled, Verdict
 
 # Looking up an enum's member costs as much as the rest of a filter does.
 _PREFILL = Role.PREFILL
@@ -46,7 +48,6 @@ class _Open:
     at_ns: int
     prefill_factor: float  # that the predictions contain
     decode_factor: float
-    failed: set[InstanceId] = field(default_factory=set)  # asked for the prompt in vain
 
 
 class Router:
@@ -59,6 +60,7 @@ class Router:
         self._turn = 0
         self.state = RouterState(config, clock)
         self.log = DecisionLog()
+        self.on_progress: Callable[[], None] | None = None
 
     @property
     def cluster(self) -> ClusterView:
@@ -77,16 +79,36 @@ class Router:
         self._expire(now_ns)
         filtered: dict[InstanceId, FilterReason] = {}
         pool = self._pool(query, filtered, now_ns)
-        if not pool.decodes:
+        error: IsthmusError | None
+        if pool.decodes:
+            error = overload(pool.decodes)
+        else:
             views = self.cluster.by_role(Role.DECODE, Role.MIXED)
-            raise refusal(query, views, filtered, now_ns)
-        if (error := overload(pool.decodes)) is not None:
+            error = refusal(query, views, filtered, now_ns)
+        record = DecisionRecord.of(query, filtered, self._clock.now_ns())
+        if error is not None:
+            self.log.add(record.refused(error))
             raise error
         candidates = self._policy.rank(query, pool)
-        decision = self._commit(query, pool, candidates, now_ns)
-        explained = tuple(ExplainedCandidate.of(item) for item in candidates[:MAX_EXPLAINED])
-        self.log.add(DecisionRecord(decision, query.num_prompt_tokens, now_ns, explained, filtered))
+        decision = self._commit(query, candidates, now_ns)
+        self.log.add(record.decided(decision, candidates))
         return decision
+
+    def submit(self, query: RouteQuery) -> Verdict:
+        """As ``router.verdict`` describes. This router holds nobody: it decides at once."""
+        try:
+            return Admitted(self.route(query))
+        except IsthmusError as error:
+            return Rejected(error)
+
+    def tick(self) -> list[Settled]:
+        return []
+
+    def next_tick_ns(self) -> int | None:
+        return None
+
+    def cancel(self, request_id: RequestId) -> None:
+        """Nothing more is said about a query that is held; a no-op for any other."""
 
     def reroute(self, query: RouteQuery, failed: InstanceId, reason: str) -> RouteDecision:
         """A new decision that avoids ``failed`` as well. Report the old decision's outcome too."""
@@ -101,14 +123,10 @@ class Router:
         now_ns = self._clock.monotonic_ns()
         record = self.log.get(decision_id)
         if record is not None:
-            record.outcomes.append(outcome.kind)
+            record.told(outcome)
         made = self._open.get(decision_id)
         if outcome.failed_instance is not None:
             self._blame(made, outcome.failed_instance, now_ns)
-            if outcome.kind is OutcomeKind.PREFILL_FAILED:
-                if made is not None:
-                    made.failed.add(outcome.failed_instance)
-                return
         if outcome.kind is OutcomeKind.FIRST_TOKEN:
             self._first_token(decision_id, made, now_ns)
             return
@@ -156,9 +174,7 @@ class Router:
 
         return Pool(prefills, decodes, local, self._config.min_remote_tokens)
 
-    def _commit(
-        self, query: RouteQuery, pool: Pool, candidates: list[Candidate], now_ns: int
-    ) -> RouteDecision:
+    def _commit(self, query: RouteQuery, candidates: list[Candidate], now_ns: int) -> RouteDecision:
         chosen = candidates[0]
         decode, prefill = chosen.decode.view, chosen.prefill.view
         decision = RouteDecision(
@@ -167,7 +183,7 @@ class Router:
             action=RouteAction.ADMIT,
             decode=decode.info.ref,
             prefill=None if chosen.is_local else prefill.info.ref,
-            alternate=None if chosen.is_local else _alternate(candidates, pool),
+            alternate=None if chosen.is_local else _alternate(candidates),
             local_reason=chosen.local_reason,
             cached_tokens=chosen.prefill.cached_tokens,
             predicted_ttft_ms=chosen.prefill.ttft_ms,
@@ -208,7 +224,7 @@ class Router:
         if made is None or self.state.ledger.first_token(decision_id, now_ns) is None:
             return
         view = self._view(made.prefill)
-        if view is not None and not made.failed:  # else it is the time of two attempts
+        if view is not None:
             measured_ms = (now_ns - made.at_ns) / NS_PER_MS
             predicted_ms = made.decision.predicted_ttft_ms
             self._predictor.observe_ttft(view, predicted_ms, made.prefill_factor, measured_ms)
@@ -217,7 +233,7 @@ class Router:
         """Credits both legs. Not before the end: only then is it known who computed the prompt."""
         for ref in {made.prefill, made.decode}:
             view = self._view(ref)
-            if view is not None and ref.instance_id not in made.failed:
+            if view is not None and ref.instance_id != outcome.failed_instance:
                 view.breaker.succeeded(now_ns)
         decode = self._view(made.decode)
         if decode is not None and outcome.tpot_ms is not None:
@@ -227,8 +243,8 @@ class Router:
 
     def _blame(self, made: _Open | None, failed: InstanceId, now_ns: int) -> None:
         """Only the epoch that failed: whoever restarted meanwhile is not to blame."""
-        legs = (made.prefill, made.decode, made.decision.alternate) if made is not None else ()
-        ref = next((leg for leg in legs if leg is not None and leg.instance_id == failed), None)
+        legs = (made.prefill, made.decode) if made is not None else ()
+        ref = next((leg for leg in legs if leg.instance_id == failed), None)
         view = self.cluster.get(failed) if ref is None else self._view(ref)
         if view is not None:
             view.breaker.failed(now_ns)
@@ -272,20 +288,19 @@ def _with_room(
     return roomy
 
 
-def _alternate(candidates: list[Candidate], pool: Pool) -> InstanceRef | None:
-    """Who else could compute the prompt for the first candidate's decode instance: the policy's
-    next choice or, where it named no other, whoever would be quickest."""
+def _alternate(candidates: list[Candidate]) -> InstanceRef | None:
+    """Who else could compute the prompt for the first candidate's decode instance: the best."""
     first = candidates[0]
-    for other in candidates[1:]:
-        is_pair = other.decode.view is first.decode.view and not other.is_local
-        if is_pair and other.prefill.view is not first.prefill.view:
-            return other.prefill.view.info.ref
-    rest = [
-        option
-        for option in pool.prefills.get(first.decode.view.key, ())
-        if option.view is not first.prefill.view
-    ]
-    return min(rest, key=lambda option: option.ttft_ms).view.info.ref if rest else None
+    return next(
+        (
+            other.prefill.view.info.ref
+            for other in candidates[1:]
+            if not other.is_local
+            and other.decode.view is first.decode.view
+            and other.prefill.view is not first.prefill.view
+        ),
+        None,
+    )
 
 
 def _preferred(

@@ -6,12 +6,17 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from isthmus.common.ids import HashChain, InstanceId, RequestId
+from isthmus.common.timeline import Timeline
 from isthmus.common.types import Slo
 
 
 @dataclass(frozen=True, slots=True)
 class RouteQuery:
-    """``hash_chains``: one of the prompt's full blocks for each block size in the cluster."""
+    """``hash_chains``: one of the prompt's full blocks for each block size in the cluster.
+
+    ``arrival_ns`` is when the gateway had read the request, which its targets count from, and
+    ``deadline_ns`` when it ends whatever has become of it: unix time, 0 = not known.
+    """
 
     request_id: RequestId
     model: str
@@ -21,13 +26,14 @@ class RouteQuery:
     priority: int = 0
     tenant: str = ""
     max_output_tokens: int = 16
+    arrival_ns: int = 0
+    deadline_ns: int = 0
     exclude: frozenset[InstanceId] = frozenset()
     prefer_decode: InstanceId | None = None
     needs_whole_prompt: bool = False  # every prompt position must be computed (prompt logprobs)
 
 
 class OutcomeKind(Enum):
-    PREFILL_FAILED = "prefill_failed"  # the request goes on without that instance
     FIRST_TOKEN = "first_token"
     FINISHED = "finished"
     CANCELLED = "cancelled"  # the client's doing: blames nobody
@@ -37,26 +43,29 @@ class OutcomeKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a decision. PREFILL_FAILED and FIRST_TOKEN are on the way: all other kinds end
-    its reservation."""
+    """What became of a decision. All kinds but FIRST_TOKEN end its reservation.
+
+    ``failed_instance`` may also come with FINISHED: the prefill instance failed, the decode
+    instance computed the prompt itself and the client noticed nothing.
+    """
 
     kind: OutcomeKind
     failed_instance: InstanceId | None = None
     tpot_ms: float | None = None
-
-    @classmethod
-    def prefill_failed(cls, instance_id: InstanceId) -> Outcome:
-        """Another attempt follows, or the decode instance computes the prompt itself; the client
-        notices nothing but the time it takes."""
-        return cls(OutcomeKind.PREFILL_FAILED, instance_id)
+    timeline: Timeline | None = None  # for explanations
 
     @classmethod
     def first_token(cls) -> Outcome:
         return cls(OutcomeKind.FIRST_TOKEN)
 
     @classmethod
-    def finished(cls, tpot_ms: float | None = None) -> Outcome:
-        return cls(OutcomeKind.FINISHED, None, tpot_ms)
+    def finished(
+        cls,
+        tpot_ms: float | None = None,
+        failed_instance: InstanceId | None = None,
+        timeline: Timeline | None = None,
+    ) -> Outcome:
+        return cls(OutcomeKind.FINISHED, failed_instance, tpot_ms, timeline)
 
     @classmethod
     def cancelled(cls) -> Outcome:

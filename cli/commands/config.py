@@ -41,4 +41,6 @@ def effective_tree(config: ClusterConfig) -> dict[str, Any]:
     """The tree with secrets masked."""
     tree = config.model_dump(mode="json")
     tree["gateway"]["api_keys"] = [MASK] * len(config.gateway.api_keys)
+    for name, tenant in config.tenants.items():
+        tree["tenants"][name]["api_keys"] = [MASK] * len(tenant.api_keys)
     return tree

@@ -44,13 +44,17 @@ def status(
     stdout.print(f"cluster  {escape(cluster.cluster)}")
     stdout.print(f"model    {escape(cluster.model)}")
     stdout.print(f"gateway  {escape(cluster.gateway_url)}  {health}")
+    if len(cluster.front) > 1:
+        print_table(front_table(cluster))
     print_table(instance_table(cluster))
     for item in cluster.instances:
         if item.info is not None and item.info.kv_layout.tp_size > 1:
             stdout.print(describe_ranks(item.info))
-    for item in cluster.instances:
-        if item.last_exit:
-            stdout.print(f"{item.instance_id} last ended: {escape(item.last_exit)}")
+    ended = {item.instance_id: item.last_exit for item in cluster.instances}
+    ended |= {item.name: item.last_exit for item in cluster.front}
+    for ended_name, reason in ended.items():
+        if reason:
+            stdout.print(f"{ended_name} last ended: {escape(reason)}")
 
 
 def describe_ranks(info: InstanceInfo) -> str:
@@ -68,6 +72,16 @@ def _is_ok(client: httpx.Client, url: str) -> bool:
         return client.get(url).status_code == httpx.codes.OK
     except httpx.HTTPError:
         return False
+
+
+def front_table(cluster: ClusterStatus) -> Table:
+    """Gateways and routers, where there are several."""
+    made = table("process", "address", "pid", "router", "restarts")
+    for item in cluster.front:
+        lead = ("leads" if item.is_leading else "stands by") if item.has_router else "–"
+        address = item.address or "not up"
+        made.add_row(item.name, address, str(item.pid or "–"), lead, str(item.num_restarts))
+    return made
 
 
 def instance_table(cluster: ClusterStatus) -> Table:

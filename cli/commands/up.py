@@ -45,6 +45,10 @@ def up(
     ] = None,
     host: Annotated[str | None, typer.Option(help="Address of the gateway.")] = None,
     port: Annotated[int | None, typer.Option(help="Port of the gateway; 0 = any.")] = None,
+    gateways: Annotated[
+        int | None, typer.Option(help="Gateways, on ports that follow the first one's.")
+    ] = None,
+    router: Annotated[str | None, typer.Option(help="auto, embedded or process.")] = None,
     actuator: Annotated[str | None, typer.Option(help="ray or process.")] = None,
     name: Annotated[str | None, typer.Option(help="Name of the cluster.")] = None,
     state_dir: StateDir = None,
@@ -64,6 +68,8 @@ def up(
         "model.max_model_len": max_model_len,
         "gateway.host": host,
         "gateway.port": port,
+        "gateway.replicas": gateways,
+        "router.mode": router,
         "lifecycle.actuator": actuator,
         "prefill.replicas": prefill,
         "decode.replicas": decode,
@@ -127,10 +133,12 @@ def banner(ready: ReadyCluster, *, is_detached: bool = False) -> str:
     end = f"stop it with: {program} down{which}" if is_detached else "Ctrl-C stops everything"
     is_elsewhere = ready.state_dir != default_state_dir()
     state = f"  state      {escape(ready.state_dir)}\n" if is_elsewhere else ""
+    others = "".join(f"             {escape(url)}/v1\n" for url in ready.other_urls)
     body = f'{{"model": "{ready.model}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'
     return (
         f"\n[bold green]Isthmus is ready[/] after {ready.seconds:.1f} s  ({end})\n"
         f"  address    {escape(ready.url)}/v1\n"
+        f"{others}"
         f"  model      {escape(ready.model)}\n"
         f"  instances  {escape(instances)}\n"
         f"  logs       {escape(ready.log_dir)}\n"

@@ -12,11 +12,15 @@ from isthmus.common.registry.base import (
     epoch_key,
     instance_key,
     instances_prefix,
+    leader_key,
+    routers_prefix,
 )
+from isthmus.common.registry.election import Candidate
 from isthmus.common.registry.memory import MemoryRegistry
 from isthmus.common.registry.resume import resume_watch
 
 __all__ = [
+    "Candidate",
     "Changes",
     "Entry",
     "Listing",
@@ -26,5 +30,7 @@ __all__ = [
     "epoch_key",
     "instance_key",
     "instances_prefix",
+    "leader_key",
     "resume_watch",
+    "routers_prefix",
 ]

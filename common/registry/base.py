@@ -1,7 +1,8 @@
 """The registry: where instances are found, under leases. Loads and KV events never go through it.
 
 Keys are paths under ``/isthmus/<cluster>``: ``/instances/<id>`` holds an ``InstanceInfo`` message
-under a lease, ``/epochs/<id>`` the last epoch given to an instance (no lease).
+under a lease, ``/epochs/<id>`` the last epoch given to an instance (no lease), ``/leaders/<what>``
+who leads of several that could (under its lease), ``/routers/<id>`` where a router answers.
 """
 
 from __future__ import annotations
@@ -56,8 +57,13 @@ class Registry(Protocol):
         """Writes and returns the revision; with a lease the key ends with the lease."""
         ...
 
-    async def compare_and_swap(self, key: str, expected_revision: int, value: bytes) -> bool:
-        """Writes when the key's revision is the expected one (0 = absent)."""
+    async def compare_and_swap(
+        self, key: str, expected_revision: int, value: bytes, lease_id: int = 0
+    ) -> bool:
+        """Writes when the key's revision is the expected one (0 = absent).
+
+        With a lease the key ends with the lease; without one it keeps the lease it has.
+        """
         ...
 
     async def delete(self, key: str) -> None: ...
@@ -93,3 +99,11 @@ def instances_prefix(cluster: str) -> str:
 
 def epoch_key(cluster: str, instance_id: str) -> str:
     return f"/isthmus/{cluster}/epochs/{instance_id}"
+
+
+def leader_key(cluster: str, what: str) -> str:
+    return f"/isthmus/{cluster}/leaders/{what}"
+
+
+def routers_prefix(cluster: str) -> str:
+    return f"/isthmus/{cluster}/routers/"

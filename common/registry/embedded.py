@@ -58,9 +58,12 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
     async def CompareAndSwap(
         self, request: pb.CompareAndSwapRequest, context: Context
     ) -> pb.CompareAndSwapResponse:
-        is_swapped = await self._registry.compare_and_swap(
-            request.key, request.expected_revision, request.value
-        )
+        try:
+            is_swapped = await self._registry.compare_and_swap(
+                request.key, request.expected_revision, request.value, request.lease_id
+            )
+        except IsthmusError as error:
+            await abort_with(context, error)
         return pb.CompareAndSwapResponse(is_swapped=is_swapped)
 
     async def Delete(self, request: pb.DeleteRequest, context: Context) -> pb.DeleteResponse:
@@ -184,9 +187,12 @@ class EmbeddedRegistryClient:
         request = pb.PutRequest(key=key, value=value, lease_id=lease_id)
         return int((await self._call(self._stub.Put, request)).revision)
 
-    async def compare_and_swap(self, key: str, expected_revision: int, value: bytes) -> bool:
+    async def compare_and_swap(
+        self, key: str, expected_revision: int, value: bytes, lease_id: int = 0
+    ) -> bool:
+        """Raises StaleEpochError when the lease has expired."""
         request = pb.CompareAndSwapRequest(
-            key=key, expected_revision=expected_revision, value=value
+            key=key, expected_revision=expected_revision, value=value, lease_id=lease_id
         )
         return bool((await self._call(self._stub.CompareAndSwap, request)).is_swapped)
 

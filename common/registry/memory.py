@@ -89,21 +89,22 @@ class MemoryRegistry:
 
     async def put(self, key: str, value: bytes, lease_id: int = 0) -> int:
         """Raises StaleEpochError when the lease has expired: register again under a new one."""
-        lease = None
-        if lease_id:
-            lease = self._leases.get(lease_id)
-            if lease is None:
-                raise StaleEpochError(f"lease of {key} has expired", stage="registry")
+        lease = self._live_lease(key, lease_id)
         self._detach(key)
-        if lease is not None:
-            lease.keys.add(key)
-            self._lease_by_key[key] = lease_id
+        self._attach(key, lease_id, lease)
         return self._write(key, value)
 
-    async def compare_and_swap(self, key: str, expected_revision: int, value: bytes) -> bool:
+    async def compare_and_swap(
+        self, key: str, expected_revision: int, value: bytes, lease_id: int = 0
+    ) -> bool:
+        """Raises StaleEpochError when the lease has expired."""
+        lease = self._live_lease(key, lease_id)
         entry = self._entries.get(key)
         if (entry.revision if entry else 0) != expected_revision:
             return False
+        if lease is not None:
+            self._detach(key)
+            self._attach(key, lease_id, lease)
         self._write(key, value)
         return True
 
@@ -192,6 +193,19 @@ class MemoryRegistry:
         if self._entries.pop(key, None) is not None:
             self._revision += 1
             self._publish(WatchEvent(key, None, self._revision))
+
+    def _live_lease(self, key: str, lease_id: int) -> _Lease | None:
+        if not lease_id:
+            return None
+        lease = self._leases.get(lease_id)
+        if lease is None:
+            raise StaleEpochError(f"lease of {key} has expired", stage="registry")
+        return lease
+
+    def _attach(self, key: str, lease_id: int, lease: _Lease | None) -> None:
+        if lease is not None:
+            lease.keys.add(key)
+            self._lease_by_key[key] = lease_id
 
     def _detach(self, key: str) -> None:
         lease = self._leases.get(self._lease_by_key.pop(key, 0))

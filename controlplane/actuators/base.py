@@ -17,6 +17,7 @@ from isthmus.common.config import ClusterConfig, PoolConfig
 
 class ProcessKind(Enum):
     GATEWAY = "gateway"
+    ROUTER = "router"
     PREFILL = "prefill"
     DECODE = "decode"
     MIXED = "mixed"
@@ -24,7 +25,8 @@ class ProcessKind(Enum):
     @property
     def role(self) -> Role | None:
         """None for what is no instance."""
-        return None if self is ProcessKind.GATEWAY else Role(self.value)
+        is_instance = self not in (ProcessKind.GATEWAY, ProcessKind.ROUTER)
+        return Role(self.value) if is_instance else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +44,14 @@ class ProcessSpec:
 
     @property
     def pool(self) -> PoolConfig:
-        """Of an instance; the gateway is in none."""
+        """Of an instance; gateways and routers are in none."""
         role = self.kind.role
         assert role is not None, f"{self.name} is no instance"
         return self.config.pool(role)
 
     @property
     def num_threads(self) -> int:
-        return 1 if self.kind is ProcessKind.GATEWAY else self.pool.engine.num_threads
+        return 1 if self.kind.role is None else self.pool.engine.num_threads
 
 
 def process_environment(num_threads: int) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Plain child processes: the gateway always, and workers where Ray is not wanted.
+"""Plain child processes: gateways and routers always, and workers where Ray is not wanted.
 
 Each child leads its own session (a Ctrl-C at the terminal reaches only the control process, which
 then drains them in order), dies with its parent, and writes its output to a log file of its own.
@@ -25,10 +25,11 @@ from isthmus.controlplane.actuators.base import (
 )
 from isthmus.controlplane.logs import last_problem, log_file
 
-CONFIG_EXIT_CODE = 2  # of a worker or gateway that cannot start as it is configured
+CONFIG_EXIT_CODE = 2  # of a process that cannot start as it is configured
 LAUNCH = str(Path(__file__).with_name("launch.py"))
 MODULES: Mapping[ProcessKind, str] = {
     ProcessKind.GATEWAY: "isthmus.gateway.main",
+    ProcessKind.ROUTER: "isthmus.router.main",
     ProcessKind.PREFILL: "isthmus.prefill_worker.main",
     ProcessKind.DECODE: "isthmus.decode_worker.main",
     ProcessKind.MIXED: "isthmus.decode_worker.main",
@@ -41,6 +42,8 @@ def command_of(spec: ProcessSpec, config_file: Path, module: str) -> list[str]:
     command += ["--registry", spec.registry_address]
     if spec.kind.role is not None:
         command += ["--instance-id", spec.name]
+    else:
+        command += [f"--{spec.kind.value}-id", spec.name]
     if spec.kind in (ProcessKind.DECODE, ProcessKind.MIXED):
         command += ["--role", spec.kind.value]
     return command

@@ -15,14 +15,14 @@ from isthmus.common.clock import NS_PER_S
 from isthmus.common.errors import IsthmusError
 from isthmus.common.timeline import Event, Timeline
 from isthmus.common.types import LocalPrefillReason
-from isthmus.gateway.accounting import count_refused
-from isthmus.gateway.context import admit, gateway_of, internal_id, request_id_of
+from isthmus.gateway.accounting import Offer, count_refused
+from isthmus.gateway.context import admit, gateway_of, id_headers, internal_id
 from isthmus.gateway.direct import Endpoint
 from isthmus.gateway.exchange import Exchange
 from isthmus.gateway.formats import AnswerFormat, ChatFormat, CompletionFormat
 from isthmus.gateway.limits import Slot, read_body
 from isthmus.gateway.pipeline import Arrival
-from isthmus.gateway.plan import GenerationPlan
+from isthmus.gateway.plan import ANONYMOUS, GenerationPlan
 from isthmus.gateway.schemas import ChatBody, CompletionBody, GenerationBody
 from isthmus.gateway.sse import ClientWatch, EventStreamResponse
 from isthmus.gateway.unexpected import internal_error
@@ -68,19 +68,25 @@ async def _create(
     """
     gateway = gateway_of(request)
     slot: Slot | None = None
+    offer = Offer(gateway.classes.default.class_name, ANONYMOUS)
     try:
         identity = admit(request)
-        slot = gateway.limiter.acquire()
+        offer = Offer(identity.default_class or offer.slo_class, identity.label)
+        slot = gateway.limiter.acquire(identity)
         raw = await read_body(request, gateway.config)
         arrived_ns = gateway.clock.now_ns()
+        body = await gateway.pipeline.parse(model, raw)
+        gateway.pipeline.check_model(body.model)
+        slo = gateway.classes.resolve(body.slo, request.headers, identity.default_class)
+        offer = Offer(slo.class_name, identity.label)
+        offer.count_offered()
         arrival = Arrival(
             request_id=internal_id(request),
             identity=identity,
+            slo=slo,
             timeline=Timeline({Event.ARRIVED: arrived_ns}),
             arrived_ns=arrived_ns,
         )
-        body = await gateway.pipeline.parse(model, raw)
-        gateway.pipeline.check_model(body.model)
         await gateway.waiting.until_served(request.receive)
         plan = await planner(body, arrival)
         answer = form(
@@ -97,7 +103,7 @@ async def _create(
             slot.release()
         if isinstance(error, Exception):
             told = error if isinstance(error, IsthmusError) else internal_error()
-            count_refused(request_id_of(request), told)
+            count_refused(internal_id(request), told, offer, gateway.goodput)
         raise
     return await _answer(request, exchange, answer, slot, streams=bool(body.stream))
 
@@ -133,10 +139,15 @@ async def _answer(
 
 
 def _headers(request: Request, exchange: Exchange) -> dict[str, str]:
-    """The id, and the decision for the first choice: which instances, and why not two of them."""
-    headers = {"x-request-id": request_id_of(request)}
+    """The ids, the class, and the decision for the first choice: which instances, why not two of
+    them, and what was promised."""
+    headers = {**id_headers(request), "x-isthmus-slo-class": exchange.plan.slo.class_name}
     first = exchange.choices[0]
     decision = first.decision
+    if decision is not None:
+        headers["x-isthmus-predicted-ttft-ms"] = f"{decision.predicted_ttft_ms:.3f}"
+        headers["x-isthmus-predicted-tpot-ms"] = f"{decision.predicted_tpot_ms:.3f}"
+        headers["x-isthmus-policy"] = decision.policy
     if decision is not None and decision.decode is not None:
         headers["x-isthmus-decode"] = decision.decode.instance_id
     if decision is not None and decision.prefill is not None:

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from isthmus.common.clock import NS_PER_S
-from isthmus.gateway.context import Gateway, admit, gateway_of, request_id_of
+from isthmus.gateway.context import Gateway, admit, gateway_of, id_headers
 
 router = APIRouter()
 
@@ -18,7 +18,7 @@ router = APIRouter()
 async def list_models(request: Request) -> JSONResponse:
     admit(request)
     content = {"object": "list", "data": [_describe(gateway_of(request))]}
-    return JSONResponse(content, headers={"x-request-id": request_id_of(request)})
+    return JSONResponse(content, headers=id_headers(request))
 
 
 @router.get("/v1/models/{model:path}")
@@ -26,7 +26,7 @@ async def get_model(request: Request, model: str) -> JSONResponse:
     admit(request)
     gateway = gateway_of(request)
     gateway.pipeline.check_model(model)
-    return JSONResponse(_describe(gateway), headers={"x-request-id": request_id_of(request)})
+    return JSONResponse(_describe(gateway), headers=id_headers(request))
 
 
 def _describe(gateway: Gateway) -> dict[str, Any]:

@@ -40,5 +40,6 @@ async def get_version() -> JSONResponse:
 
 
 @router.get("/metrics")
-async def get_metrics() -> Response:
+async def get_metrics(request: Request) -> Response:
+    gateway_of(request).goodput.publish()
     return Response(generate_latest(), headers={"content-type": CONTENT_TYPE_LATEST})

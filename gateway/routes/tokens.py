@@ -8,7 +8,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from isthmus.gateway.context import admit, gateway_of, request_id_of
+from isthmus.gateway.context import admit, gateway_of, id_headers
 from isthmus.gateway.formats import token_bytes
 from isthmus.gateway.limits import read_body
 from isthmus.gateway.pipeline import Pipeline
@@ -19,9 +19,9 @@ router = APIRouter()
 
 @router.post("/tokenize")
 async def tokenize(request: Request) -> JSONResponse:
-    admit(request)
+    identity = admit(request)
     gateway = gateway_of(request)
-    with gateway.limiter.acquire():
+    with gateway.limiter.acquire(identity):
         body = await gateway.pipeline.parse(TokenizeBody, await read_body(request, gateway.config))
         ids = await _tokenise(gateway.pipeline, body)
     content: dict[str, Any] = {
@@ -33,21 +33,21 @@ async def tokenize(request: Request) -> JSONResponse:
         tokenizer = gateway.pipeline.tokenizer
         texts = [token_bytes(tokenizer, token_id).decode(errors="replace") for token_id in ids]
         content["token_strs"] = texts
-    return JSONResponse(content, headers={"x-request-id": request_id_of(request)})
+    return JSONResponse(content, headers=id_headers(request))
 
 
 @router.post("/detokenize")
 async def detokenize(request: Request) -> JSONResponse:
-    admit(request)
+    identity = admit(request)
     gateway = gateway_of(request)
-    with gateway.limiter.acquire():
+    with gateway.limiter.acquire(identity):
         raw = await read_body(request, gateway.config)
         body = await gateway.pipeline.parse(DetokenizeBody, raw)
         gateway.pipeline.check_model(body.model)
         text = await gateway.pipeline.detokenise(
             body.tokens, skip_special_tokens=body.skip_special_tokens
         )
-    return JSONResponse({"prompt": text}, headers={"x-request-id": request_id_of(request)})
+    return JSONResponse({"prompt": text}, headers=id_headers(request))
 
 
 async def _tokenise(pipeline: Pipeline, body: TokenizeBody) -> list[int]:

@@ -49,7 +49,7 @@ INSTANCE_STATE_STOPPED: InstanceState
 INSTANCE_STATE_LOST: InstanceState
 
 class ErrorDetail(_message.Message):
-    __slots__ = ("code", "message", "stage", "retryable", "instance_id", "retry_after_ms", "param")
+    __slots__ = ("code", "message", "stage", "retryable", "instance_id", "retry_after_ms", "param", "reason", "predicted_ms", "limit_ms")
     CODE_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     STAGE_FIELD_NUMBER: _ClassVar[int]
@@ -57,6 +57,9 @@ class ErrorDetail(_message.Message):
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     RETRY_AFTER_MS_FIELD_NUMBER: _ClassVar[int]
     PARAM_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    PREDICTED_MS_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_MS_FIELD_NUMBER: _ClassVar[int]
     code: str
     message: str
     stage: str
@@ -64,10 +67,13 @@ class ErrorDetail(_message.Message):
     instance_id: str
     retry_after_ms: int
     param: str
-    def __init__(self, code: _Optional[str] = ..., message: _Optional[str] = ..., stage: _Optional[str] = ..., retryable: _Optional[bool] = ..., instance_id: _Optional[str] = ..., retry_after_ms: _Optional[int] = ..., param: _Optional[str] = ...) -> None: ...
+    reason: str
+    predicted_ms: float
+    limit_ms: float
+    def __init__(self, code: _Optional[str] = ..., message: _Optional[str] = ..., stage: _Optional[str] = ..., retryable: _Optional[bool] = ..., instance_id: _Optional[str] = ..., retry_after_ms: _Optional[int] = ..., param: _Optional[str] = ..., reason: _Optional[str] = ..., predicted_ms: _Optional[float] = ..., limit_ms: _Optional[float] = ...) -> None: ...
 
 class Slo(_message.Message):
-    __slots__ = ("class_name", "ttft_ms", "tpot_ms", "e2e_ms", "quantile", "weight", "is_strict", "on_failure")
+    __slots__ = ("class_name", "ttft_ms", "tpot_ms", "e2e_ms", "quantile", "weight", "is_strict")
     CLASS_NAME_FIELD_NUMBER: _ClassVar[int]
     TTFT_MS_FIELD_NUMBER: _ClassVar[int]
     TPOT_MS_FIELD_NUMBER: _ClassVar[int]
@@ -75,7 +81,6 @@ class Slo(_message.Message):
     QUANTILE_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
     IS_STRICT_FIELD_NUMBER: _ClassVar[int]
-    ON_FAILURE_FIELD_NUMBER: _ClassVar[int]
     class_name: str
     ttft_ms: float
     tpot_ms: float
@@ -83,8 +88,7 @@ class Slo(_message.Message):
     quantile: float
     weight: float
     is_strict: bool
-    on_failure: str
-    def __init__(self, class_name: _Optional[str] = ..., ttft_ms: _Optional[float] = ..., tpot_ms: _Optional[float] = ..., e2e_ms: _Optional[float] = ..., quantile: _Optional[float] = ..., weight: _Optional[float] = ..., is_strict: _Optional[bool] = ..., on_failure: _Optional[str] = ...) -> None: ...
+    def __init__(self, class_name: _Optional[str] = ..., ttft_ms: _Optional[float] = ..., tpot_ms: _Optional[float] = ..., e2e_ms: _Optional[float] = ..., quantile: _Optional[float] = ..., weight: _Optional[float] = ..., is_strict: _Optional[bool] = ...) -> None: ...
 
 class LogitBias(_message.Message):
     __slots__ = ("token_id", "bias")
@@ -292,16 +296,8 @@ class InstanceInfo(_message.Message):
     rank_pids: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, instance_id: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., state: _Optional[_Union[InstanceState, str]] = ..., epoch: _Optional[int] = ..., address: _Optional[str] = ..., metrics_address: _Optional[str] = ..., model: _Optional[str] = ..., model_path: _Optional[str] = ..., kv_layout: _Optional[_Union[KvLayout, _Mapping]] = ..., num_blocks: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_model_len: _Optional[int] = ..., connector: _Optional[str] = ..., latency: _Optional[_Union[LatencyModel, _Mapping]] = ..., node: _Optional[str] = ..., pid: _Optional[int] = ..., version: _Optional[str] = ..., rank_pids: _Optional[_Iterable[int]] = ...) -> None: ...
 
-class LinkRate(_message.Message):
-    __slots__ = ("target_id", "bytes_per_s")
-    TARGET_ID_FIELD_NUMBER: _ClassVar[int]
-    BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
-    target_id: str
-    bytes_per_s: float
-    def __init__(self, target_id: _Optional[str] = ..., bytes_per_s: _Optional[float] = ...) -> None: ...
-
 class LoadReport(_message.Message):
-    __slots__ = ("instance_id", "epoch", "seq", "at_unix_ns", "waiting_seqs", "waiting_tokens", "oldest_wait_ms", "running_seqs", "running_context_tokens", "num_blocks", "free_blocks", "held_blocks", "cached_blocks", "inflight_transfer_bytes", "step_ms", "steps", "links")
+    __slots__ = ("instance_id", "epoch", "seq", "at_unix_ns", "waiting_seqs", "waiting_tokens", "oldest_wait_ms", "running_seqs", "running_context_tokens", "num_blocks", "free_blocks", "held_blocks", "cached_blocks", "inflight_transfer_bytes", "step_ms", "steps")
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     SEQ_FIELD_NUMBER: _ClassVar[int]
@@ -318,7 +314,6 @@ class LoadReport(_message.Message):
     INFLIGHT_TRANSFER_BYTES_FIELD_NUMBER: _ClassVar[int]
     STEP_MS_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
-    LINKS_FIELD_NUMBER: _ClassVar[int]
     instance_id: str
     epoch: int
     seq: int
@@ -335,8 +330,7 @@ class LoadReport(_message.Message):
     inflight_transfer_bytes: int
     step_ms: float
     steps: int
-    links: _containers.RepeatedCompositeFieldContainer[LinkRate]
-    def __init__(self, instance_id: _Optional[str] = ..., epoch: _Optional[int] = ..., seq: _Optional[int] = ..., at_unix_ns: _Optional[int] = ..., waiting_seqs: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., oldest_wait_ms: _Optional[float] = ..., running_seqs: _Optional[int] = ..., running_context_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., held_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., inflight_transfer_bytes: _Optional[int] = ..., step_ms: _Optional[float] = ..., steps: _Optional[int] = ..., links: _Optional[_Iterable[_Union[LinkRate, _Mapping]]] = ...) -> None: ...
+    def __init__(self, instance_id: _Optional[str] = ..., epoch: _Optional[int] = ..., seq: _Optional[int] = ..., at_unix_ns: _Optional[int] = ..., waiting_seqs: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., oldest_wait_ms: _Optional[float] = ..., running_seqs: _Optional[int] = ..., running_context_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., held_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., inflight_transfer_bytes: _Optional[int] = ..., step_ms: _Optional[float] = ..., steps: _Optional[int] = ...) -> None: ...
 
 class KvEvent(_message.Message):
     __slots__ = ("kind", "hashes")

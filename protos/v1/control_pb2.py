@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from isthmus.protos.v1 import common_pb2 as isthmus_dot_protos_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fisthmus/protos/v1/control.proto\x12\x11isthmus.protos.v1\x1a\x1eisthmus/protos/v1/common.proto\"\x16\n\x14ListInstancesRequest\"\xb2\x01\n\x0fManagedInstance\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12%\n\x04role\x18\x02 \x01(\x0e\x32\x17.isthmus.protos.v1.Role\x12\x0b\n\x03pid\x18\x03 \x01(\x03\x12\x14\n\x0cnum_restarts\x18\x04 \x01(\r\x12\x11\n\tlast_exit\x18\x05 \x01(\t\x12-\n\x04info\x18\x06 \x01(\x0b\x32\x1f.isthmus.protos.v1.InstanceInfo\"\x87\x01\n\x15ListInstancesResponse\x12\x35\n\tinstances\x18\x01 \x03(\x0b\x32\".isthmus.protos.v1.ManagedInstance\x12\x0f\n\x07\x63luster\x18\x02 \x01(\t\x12\x17\n\x0fgateway_address\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\"G\n\x0cScaleRequest\x12%\n\x04role\x18\x01 \x01(\x0e\x32\x17.isthmus.protos.v1.Role\x12\x10\n\x08replicas\x18\x02 \x01(\r\";\n\rScaleResponse\x12\x14\n\x0cold_replicas\x18\x01 \x01(\r\x12\x14\n\x0cnew_replicas\x18\x02 \x01(\r\"!\n\x0fShutdownRequest\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\x12\n\x10ShutdownResponse2\x95\x02\n\x0e\x43ontrolService\x12\x62\n\rListInstances\x12\'.isthmus.protos.v1.ListInstancesRequest\x1a(.isthmus.protos.v1.ListInstancesResponse\x12J\n\x05Scale\x12\x1f.isthmus.protos.v1.ScaleRequest\x1a .isthmus.protos.v1.ScaleResponse\x12S\n\x08Shutdown\x12\".isthmus.protos.v1.ShutdownRequest\x1a#.isthmus.protos.v1.ShutdownResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fisthmus/protos/v1/control.proto\x12\x11isthmus.protos.v1\x1a\x1eisthmus/protos/v1/common.proto\"\x16\n\x14ListInstancesRequest\"\xb2\x01\n\x0fManagedInstance\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12%\n\x04role\x18\x02 \x01(\x0e\x32\x17.isthmus.protos.v1.Role\x12\x0b\n\x03pid\x18\x03 \x01(\x03\x12\x14\n\x0cnum_restarts\x18\x04 \x01(\r\x12\x11\n\tlast_exit\x18\x05 \x01(\t\x12-\n\x04info\x18\x06 \x01(\x0b\x32\x1f.isthmus.protos.v1.InstanceInfo\"\x99\x01\n\x0c\x46rontProcess\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\x03\x12\x14\n\x0cnum_restarts\x18\x04 \x01(\r\x12\x11\n\tlast_exit\x18\x05 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x06 \x01(\t\x12\x12\n\nhas_router\x18\x07 \x01(\x08\x12\x12\n\nis_leading\x18\x08 \x01(\x08\"\xb7\x01\n\x15ListInstancesResponse\x12\x35\n\tinstances\x18\x01 \x03(\x0b\x32\".isthmus.protos.v1.ManagedInstance\x12\x0f\n\x07\x63luster\x18\x02 \x01(\t\x12\x17\n\x0fgateway_address\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12.\n\x05\x66ront\x18\x05 \x03(\x0b\x32\x1f.isthmus.protos.v1.FrontProcess\"G\n\x0cScaleRequest\x12%\n\x04role\x18\x01 \x01(\x0e\x32\x17.isthmus.protos.v1.Role\x12\x10\n\x08replicas\x18\x02 \x01(\r\";\n\rScaleResponse\x12\x14\n\x0cold_replicas\x18\x01 \x01(\r\x12\x14\n\x0cnew_replicas\x18\x02 \x01(\r\"!\n\x0fShutdownRequest\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\x12\n\x10ShutdownResponse2\x95\x02\n\x0e\x43ontrolService\x12\x62\n\rListInstances\x12\'.isthmus.protos.v1.ListInstancesRequest\x1a(.isthmus.protos.v1.ListInstancesResponse\x12J\n\x05Scale\x12\x1f.isthmus.protos.v1.ScaleRequest\x1a .isthmus.protos.v1.ScaleResponse\x12S\n\x08Shutdown\x12\".isthmus.protos.v1.ShutdownRequest\x1a#.isthmus.protos.v1.ShutdownResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,16 +36,18 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LISTINSTANCESREQUEST']._serialized_end=108
   _globals['_MANAGEDINSTANCE']._serialized_start=111
   _globals['_MANAGEDINSTANCE']._serialized_end=289
-  _globals['_LISTINSTANCESRESPONSE']._serialized_start=292
-  _globals['_LISTINSTANCESRESPONSE']._serialized_end=427
-  _globals['_SCALEREQUEST']._serialized_start=429
-  _globals['_SCALEREQUEST']._serialized_end=500
-  _globals['_SCALERESPONSE']._serialized_start=502
-  _globals['_SCALERESPONSE']._serialized_end=561
-  _globals['_SHUTDOWNREQUEST']._serialized_start=563
-  _globals['_SHUTDOWNREQUEST']._serialized_end=596
-  _globals['_SHUTDOWNRESPONSE']._serialized_start=598
-  _globals['_SHUTDOWNRESPONSE']._serialized_end=616
-  _globals['_CONTROLSERVICE']._serialized_start=619
-  _globals['_CONTROLSERVICE']._serialized_end=896
+  _globals['_FRONTPROCESS']._serialized_start=292
+  _globals['_FRONTPROCESS']._serialized_end=445
+  _globals['_LISTINSTANCESRESPONSE']._serialized_start=448
+  _globals['_LISTINSTANCESRESPONSE']._serialized_end=631
+  _globals['_SCALEREQUEST']._serialized_start=633
+  _globals['_SCALEREQUEST']._serialized_end=704
+  _globals['_SCALERESPONSE']._serialized_start=706
+  _globals['_SCALERESPONSE']._serialized_end=765
+  _globals['_SHUTDOWNREQUEST']._serialized_start=767
+  _globals['_SHUTDOWNREQUEST']._serialized_end=800
+  _globals['_SHUTDOWNRESPONSE']._serialized_start=802
+  _globals['_SHUTDOWNRESPONSE']._serialized_end=820
+  _globals['_CONTROLSERVICE']._serialized_start=823
+  _globals['_CONTROLSERVICE']._serialized_end=1100
 # @@protoc_insertion_point(module_scope)

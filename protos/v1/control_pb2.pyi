@@ -27,17 +27,39 @@ class ManagedInstance(_message.Message):
     info: _common_pb2.InstanceInfo
     def __init__(self, instance_id: _Optional[str] = ..., role: _Optional[_Union[_common_pb2.Role, str]] = ..., pid: _Optional[int] = ..., num_restarts: _Optional[int] = ..., last_exit: _Optional[str] = ..., info: _Optional[_Union[_common_pb2.InstanceInfo, _Mapping]] = ...) -> None: ...
 
+class FrontProcess(_message.Message):
+    __slots__ = ("name", "kind", "pid", "num_restarts", "last_exit", "address", "has_router", "is_leading")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    NUM_RESTARTS_FIELD_NUMBER: _ClassVar[int]
+    LAST_EXIT_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    HAS_ROUTER_FIELD_NUMBER: _ClassVar[int]
+    IS_LEADING_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    kind: str
+    pid: int
+    num_restarts: int
+    last_exit: str
+    address: str
+    has_router: bool
+    is_leading: bool
+    def __init__(self, name: _Optional[str] = ..., kind: _Optional[str] = ..., pid: _Optional[int] = ..., num_restarts: _Optional[int] = ..., last_exit: _Optional[str] = ..., address: _Optional[str] = ..., has_router: _Optional[bool] = ..., is_leading: _Optional[bool] = ...) -> None: ...
+
 class ListInstancesResponse(_message.Message):
-    __slots__ = ("instances", "cluster", "gateway_address", "model")
+    __slots__ = ("instances", "cluster", "gateway_address", "model", "front")
     INSTANCES_FIELD_NUMBER: _ClassVar[int]
     CLUSTER_FIELD_NUMBER: _ClassVar[int]
     GATEWAY_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
+    FRONT_FIELD_NUMBER: _ClassVar[int]
     instances: _containers.RepeatedCompositeFieldContainer[ManagedInstance]
     cluster: str
     gateway_address: str
     model: str
-    def __init__(self, instances: _Optional[_Iterable[_Union[ManagedInstance, _Mapping]]] = ..., cluster: _Optional[str] = ..., gateway_address: _Optional[str] = ..., model: _Optional[str] = ...) -> None: ...
+    front: _containers.RepeatedCompositeFieldContainer[FrontProcess]
+    def __init__(self, instances: _Optional[_Iterable[_Union[ManagedInstance, _Mapping]]] = ..., cluster: _Optional[str] = ..., gateway_address: _Optional[str] = ..., model: _Optional[str] = ..., front: _Optional[_Iterable[_Union[FrontProcess, _Mapping]]] = ...) -> None: ...
 
 class ScaleRequest(_message.Message):
     __slots__ = ("role", "replicas")

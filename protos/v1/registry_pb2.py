@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n isthmus/protos/v1/registry.proto\x12\x11isthmus.protos.v1\"=\n\rRegistryEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x0c\x12\x10\n\x08revision\x18\x03 \x01(\x03\"\x1c\n\nGetRequest\x12\x0e\n\x06prefix\x18\x01 \x01(\t\"@\n\x0bGetResponse\x12\x31\n\x07\x65ntries\x18\x01 \x03(\x0b\x32 .isthmus.protos.v1.RegistryEntry\":\n\nPutRequest\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x0c\x12\x10\n\x08lease_id\x18\x03 \x01(\x03\"\x1f\n\x0bPutResponse\x12\x10\n\x08revision\x18\x01 \x01(\x03\"N\n\x15\x43ompareAndSwapRequest\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x19\n\x11\x65xpected_revision\x18\x02 \x01(\x03\x12\r\n\x05value\x18\x03 \x01(\x0c\",\n\x16\x43ompareAndSwapResponse\x12\x12\n\nis_swapped\x18\x01 \x01(\x08\"\x1c\n\rDeleteRequest\x12\x0b\n\x03key\x18\x01 \x01(\t\"\x10\n\x0e\x44\x65leteResponse\"#\n\x11GrantLeaseRequest\x12\x0e\n\x06ttl_ms\x18\x01 \x01(\x03\"&\n\x12GrantLeaseResponse\x12\x10\n\x08lease_id\x18\x01 \x01(\x03\"$\n\x10KeepAliveRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\x03\"%\n\x11KeepAliveResponse\x12\x10\n\x08is_alive\x18\x01 \x01(\x08\"&\n\x12RevokeLeaseRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\x03\"\x15\n\x13RevokeLeaseResponse\"\x1e\n\x0cWatchRequest\x12\x0e\n\x06prefix\x18\x01 \x01(\t\"s\n\rWatchResponse\x12\x0b\n\x03key\x18\x01 \x01(\t\x12/\n\x05\x65ntry\x18\x02 \x01(\x0b\x32 .isthmus.protos.v1.RegistryEntry\x12\x12\n\nis_deleted\x18\x03 \x01(\x08\x12\x10\n\x08revision\x18\x04 \x01(\x03\x32\xb2\x05\n\x0fRegistryService\x12\x44\n\x03Get\x12\x1d.isthmus.protos.v1.GetRequest\x1a\x1e.isthmus.protos.v1.GetResponse\x12\x44\n\x03Put\x12\x1d.isthmus.protos.v1.PutRequest\x1a\x1e.isthmus.protos.v1.PutResponse\x12\x65\n\x0e\x43ompareAndSwap\x12(.isthmus.protos.v1.CompareAndSwapRequest\x1a).isthmus.protos.v1.CompareAndSwapResponse\x12M\n\x06\x44\x65lete\x12 .isthmus.protos.v1.DeleteRequest\x1a!.isthmus.protos.v1.DeleteResponse\x12Y\n\nGrantLease\x12$.isthmus.protos.v1.GrantLeaseRequest\x1a%.isthmus.protos.v1.GrantLeaseResponse\x12V\n\tKeepAlive\x12#.isthmus.protos.v1.KeepAliveRequest\x1a$.isthmus.protos.v1.KeepAliveResponse\x12\\\n\x0bRevokeLease\x12%.isthmus.protos.v1.RevokeLeaseRequest\x1a&.isthmus.protos.v1.RevokeLeaseResponse\x12L\n\x05Watch\x12\x1f.isthmus.protos.v1.WatchRequest\x1a .isthmus.protos.v1.WatchResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n isthmus/protos/v1/registry.proto\x12\x11isthmus.protos.v1\"=\n\rRegistryEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x0c\x12\x10\n\x08revision\x18\x03 \x01(\x03\"\x1c\n\nGetRequest\x12\x0e\n\x06prefix\x18\x01 \x01(\t\"@\n\x0bGetResponse\x12\x31\n\x07\x65ntries\x18\x01 \x03(\x0b\x32 .isthmus.protos.v1.RegistryEntry\":\n\nPutRequest\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x0c\x12\x10\n\x08lease_id\x18\x03 \x01(\x03\"\x1f\n\x0bPutResponse\x12\x10\n\x08revision\x18\x01 \x01(\x03\"`\n\x15\x43ompareAndSwapRequest\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x19\n\x11\x65xpected_revision\x18\x02 \x01(\x03\x12\r\n\x05value\x18\x03 \x01(\x0c\x12\x10\n\x08lease_id\x18\x04 \x01(\x03\",\n\x16\x43ompareAndSwapResponse\x12\x12\n\nis_swapped\x18\x01 \x01(\x08\"\x1c\n\rDeleteRequest\x12\x0b\n\x03key\x18\x01 \x01(\t\"\x10\n\x0e\x44\x65leteResponse\"#\n\x11GrantLeaseRequest\x12\x0e\n\x06ttl_ms\x18\x01 \x01(\x03\"&\n\x12GrantLeaseResponse\x12\x10\n\x08lease_id\x18\x01 \x01(\x03\"$\n\x10KeepAliveRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\x03\"%\n\x11KeepAliveResponse\x12\x10\n\x08is_alive\x18\x01 \x01(\x08\"&\n\x12RevokeLeaseRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\x03\"\x15\n\x13RevokeLeaseResponse\"\x1e\n\x0cWatchRequest\x12\x0e\n\x06prefix\x18\x01 \x01(\t\"s\n\rWatchResponse\x12\x0b\n\x03key\x18\x01 \x01(\t\x12/\n\x05\x65ntry\x18\x02 \x01(\x0b\x32 .isthmus.protos.v1.RegistryEntry\x12\x12\n\nis_deleted\x18\x03 \x01(\x08\x12\x10\n\x08revision\x18\x04 \x01(\x03\x32\xb2\x05\n\x0fRegistryService\x12\x44\n\x03Get\x12\x1d.isthmus.protos.v1.GetRequest\x1a\x1e.isthmus.protos.v1.GetResponse\x12\x44\n\x03Put\x12\x1d.isthmus.protos.v1.PutRequest\x1a\x1e.isthmus.protos.v1.PutResponse\x12\x65\n\x0e\x43ompareAndSwap\x12(.isthmus.protos.v1.CompareAndSwapRequest\x1a).isthmus.protos.v1.CompareAndSwapResponse\x12M\n\x06\x44\x65lete\x12 .isthmus.protos.v1.DeleteRequest\x1a!.isthmus.protos.v1.DeleteResponse\x12Y\n\nGrantLease\x12$.isthmus.protos.v1.GrantLeaseRequest\x1a%.isthmus.protos.v1.GrantLeaseResponse\x12V\n\tKeepAlive\x12#.isthmus.protos.v1.KeepAliveRequest\x1a$.isthmus.protos.v1.KeepAliveResponse\x12\\\n\x0bRevokeLease\x12%.isthmus.protos.v1.RevokeLeaseRequest\x1a&.isthmus.protos.v1.RevokeLeaseResponse\x12L\n\x05Watch\x12\x1f.isthmus.protos.v1.WatchRequest\x1a .isthmus.protos.v1.WatchResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -42,29 +42,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PUTRESPONSE']._serialized_start=274
   _globals['_PUTRESPONSE']._serialized_end=305
   _globals['_COMPAREANDSWAPREQUEST']._serialized_start=307
-  _globals['_COMPAREANDSWAPREQUEST']._serialized_end=385
-  _globals['_COMPAREANDSWAPRESPONSE']._serialized_start=387
-  _globals['_COMPAREANDSWAPRESPONSE']._serialized_end=431
-  _globals['_DELETEREQUEST']._serialized_start=433
-  _globals['_DELETEREQUEST']._serialized_end=461
-  _globals['_DELETERESPONSE']._serialized_start=463
-  _globals['_DELETERESPONSE']._serialized_end=479
-  _globals['_GRANTLEASEREQUEST']._serialized_start=481
-  _globals['_GRANTLEASEREQUEST']._serialized_end=516
-  _globals['_GRANTLEASERESPONSE']._serialized_start=518
-  _globals['_GRANTLEASERESPONSE']._serialized_end=556
-  _globals['_KEEPALIVEREQUEST']._serialized_start=558
-  _globals['_KEEPALIVEREQUEST']._serialized_end=594
-  _globals['_KEEPALIVERESPONSE']._serialized_start=596
-  _globals['_KEEPALIVERESPONSE']._serialized_end=633
-  _globals['_REVOKELEASEREQUEST']._serialized_start=635
-  _globals['_REVOKELEASEREQUEST']._serialized_end=673
-  _globals['_REVOKELEASERESPONSE']._serialized_start=675
-  _globals['_REVOKELEASERESPONSE']._serialized_end=696
-  _globals['_WATCHREQUEST']._serialized_start=698
-  _globals['_WATCHREQUEST']._serialized_end=728
-  _globals['_WATCHRESPONSE']._serialized_start=730
-  _globals['_WATCHRESPONSE']._serialized_end=845
-  _globals['_REGISTRYSERVICE']._serialized_start=848
-  _globals['_REGISTRYSERVICE']._serialized_end=1538
+  _globals['_COMPAREANDSWAPREQUEST']._serialized_end=403
+  _globals['_COMPAREANDSWAPRESPONSE']._serialized_start=405
+  _globals['_COMPAREANDSWAPRESPONSE']._serialized_end=449
+  _globals['_DELETEREQUEST']._serialized_start=451
+  _globals['_DELETEREQUEST']._serialized_end=479
+  _globals['_DELETERESPONSE']._serialized_start=481
+  _globals['_DELETERESPONSE']._serialized_end=497
+  _globals['_GRANTLEASEREQUEST']._serialized_start=499
+  _globals['_GRANTLEASEREQUEST']._serialized_end=534
+  _globals['_GRANTLEASERESPONSE']._serialized_start=536
+  _globals['_GRANTLEASERESPONSE']._serialized_end=574
+  _globals['_KEEPALIVEREQUEST']._serialized_start=576
+  _globals['_KEEPALIVEREQUEST']._serialized_end=612
+  _globals['_KEEPALIVERESPONSE']._serialized_start=614
+  _globals['_KEEPALIVERESPONSE']._serialized_end=651
+  _globals['_REVOKELEASEREQUEST']._serialized_start=653
+  _globals['_REVOKELEASEREQUEST']._serialized_end=691
+  _globals['_REVOKELEASERESPONSE']._serialized_start=693
+  _globals['_REVOKELEASERESPONSE']._serialized_end=714
+  _globals['_WATCHREQUEST']._serialized_start=716
+  _globals['_WATCHREQUEST']._serialized_end=746
+  _globals['_WATCHRESPONSE']._serialized_start=748
+  _globals['_WATCHRESPONSE']._serialized_end=863
+  _globals['_REGISTRYSERVICE']._serialized_start=866
+  _globals['_REGISTRYSERVICE']._serialized_end=1556
 # @@protoc_insertion_point(module_scope)

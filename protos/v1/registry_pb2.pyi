@@ -45,14 +45,16 @@ class PutResponse(_message.Message):
     def __init__(self, revision: _Optional[int] = ...) -> None: ...
 
 class CompareAndSwapRequest(_message.Message):
-    __slots__ = ("key", "expected_revision", "value")
+    __slots__ = ("key", "expected_revision", "value", "lease_id")
     KEY_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_REVISION_FIELD_NUMBER: _ClassVar[int]
     VALUE_FIELD_NUMBER: _ClassVar[int]
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     key: str
     expected_revision: int
     value: bytes
-    def __init__(self, key: _Optional[str] = ..., expected_revision: _Optional[int] = ..., value: _Optional[bytes] = ...) -> None: ...
+    lease_id: int
+    def __init__(self, key: _Optional[str] = ..., expected_revision: _Optional[int] = ..., value: _Optional[bytes] = ..., lease_id: _Optional[int] = ...) -> None: ...
 
 class CompareAndSwapResponse(_message.Message):
     __slots__ = ("is_swapped",)

@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class RouterServiceStub:
-    """Decisions only: the router sees block hashes and lengths, never token ids.
+    """Decisions only: the router sees block hashes and lengths, never token ids. Answered by the router
+    that leads; one that does not says so (stale_epoch).
     """
 
     def __init__(self, channel):
@@ -45,31 +46,48 @@ class RouterServiceStub:
                 request_serializer=isthmus_dot_protos_dot_v1_dot_router__pb2.RerouteRequest.SerializeToString,
                 response_deserializer=isthmus_dot_protos_dot_v1_dot_router__pb2.RerouteResponse.FromString,
                 _registered_method=True)
-        self.ReportOutcome = channel.unary_unary(
+        self.ReportOutcome = channel.stream_unary(
                 '/isthmus.protos.v1.RouterService/ReportOutcome',
                 request_serializer=isthmus_dot_protos_dot_v1_dot_router__pb2.ReportOutcomeRequest.SerializeToString,
                 response_deserializer=isthmus_dot_protos_dot_v1_dot_router__pb2.ReportOutcomeResponse.FromString,
                 _registered_method=True)
+        self.Explain = channel.unary_unary(
+                '/isthmus.protos.v1.RouterService/Explain',
+                request_serializer=isthmus_dot_protos_dot_v1_dot_router__pb2.ExplainRequest.SerializeToString,
+                response_deserializer=isthmus_dot_protos_dot_v1_dot_router__pb2.ExplainResponse.FromString,
+                _registered_method=True)
 
 
 class RouterServiceServicer:
-    """Decisions only: the router sees block hashes and lengths, never token ids.
+    """Decisions only: the router sees block hashes and lengths, never token ids. Answered by the router
+    that leads; one that does not says so (stale_epoch).
     """
 
     def Route(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Answers when the request may go: at once, or when its wait in the router is over. A call that
+        is cancelled leaves nothing behind.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Reroute(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Another decision after one that came to nothing.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def ReportOutcome(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+    def ReportOutcome(self, request_iterator, context):
+        """One stream for each gateway, for as long as both live.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Explain(self, request, context):
+        """Answered by every router, of what it has decided itself.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -87,10 +105,15 @@ def add_RouterServiceServicer_to_server(servicer, server):
                     request_deserializer=isthmus_dot_protos_dot_v1_dot_router__pb2.RerouteRequest.FromString,
                     response_serializer=isthmus_dot_protos_dot_v1_dot_router__pb2.RerouteResponse.SerializeToString,
             ),
-            'ReportOutcome': grpc.unary_unary_rpc_method_handler(
+            'ReportOutcome': grpc.stream_unary_rpc_method_handler(
                     servicer.ReportOutcome,
                     request_deserializer=isthmus_dot_protos_dot_v1_dot_router__pb2.ReportOutcomeRequest.FromString,
                     response_serializer=isthmus_dot_protos_dot_v1_dot_router__pb2.ReportOutcomeResponse.SerializeToString,
+            ),
+            'Explain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Explain,
+                    request_deserializer=isthmus_dot_protos_dot_v1_dot_router__pb2.ExplainRequest.FromString,
+                    response_serializer=isthmus_dot_protos_dot_v1_dot_router__pb2.ExplainResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -101,7 +124,8 @@ def add_RouterServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class RouterService:
-    """Decisions only: the router sees block hashes and lengths, never token ids.
+    """Decisions only: the router sees block hashes and lengths, never token ids. Answered by the router
+    that leads; one that does not says so (stale_epoch).
     """
 
     @staticmethod
@@ -159,7 +183,34 @@ class RouterService:
             _registered_method=True)
 
     @staticmethod
-    def ReportOutcome(request,
+    def ReportOutcome(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/isthmus.protos.v1.RouterService/ReportOutcome',
+            isthmus_dot_protos_dot_v1_dot_router__pb2.ReportOutcomeRequest.SerializeToString,
+            isthmus_dot_protos_dot_v1_dot_router__pb2.ReportOutcomeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Explain(request,
             target,
             options=(),
             channel_credentials=None,
@@ -172,9 +223,9 @@ class RouterService:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/isthmus.protos.v1.RouterService/ReportOutcome',
-            isthmus_dot_protos_dot_v1_dot_router__pb2.ReportOutcomeRequest.SerializeToString,
-            isthmus_dot_protos_dot_v1_dot_router__pb2.ReportOutcomeResponse.FromString,
+            '/isthmus.protos.v1.RouterService/Explain',
+            isthmus_dot_protos_dot_v1_dot_router__pb2.ExplainRequest.SerializeToString,
+            isthmus_dot_protos_dot_v1_dot_router__pb2.ExplainResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -80,6 +80,19 @@ async def test_compare_and_swap_lets_one_of_two_writers_win(opened: OpenRegistry
 
 
 @pytest.mark.asyncio
+async def test_what_was_swapped_in_under_a_lease_ends_with_it(opened: OpenRegistry) -> None:
+    async with opened(VirtualClock()) as (registry, _):
+        lease = await registry.grant_lease(5_000)
+        assert await registry.compare_and_swap("/leaders/r", 0, b"a", lease)
+        revision = (await registry.get("/leaders/r"))[0].revision
+        assert await registry.compare_and_swap("/leaders/r", revision, b"b")  # keeps the lease
+        await registry.revoke_lease(lease)
+        assert await registry.get("/leaders/") == []
+        with pytest.raises(StaleEpochError):
+            await registry.compare_and_swap("/leaders/r", 0, b"a", lease)
+
+
+@pytest.mark.asyncio
 async def test_key_ends_with_its_lease(opened: OpenRegistry) -> None:
     clock = VirtualClock()
     async with opened(clock) as (registry, memory):

@@ -89,7 +89,7 @@ async def test_lost_in_mid_stream_is_resumed_elsewhere(
             running.check(await answer.end())
         assert time.monotonic() - struck < NOTICED_S
         assert await moved.by("isthmus_retries_total", reason="resume") == num_lost == 2
-        assert await moved.by("isthmus_requests_total", outcome="ok") == len(answers)
+        assert await moved.by("isthmus_requests_total", outcome="good") == len(answers)
         await revive(running, lost, how)
         await running.wait_at_rest()
         for _ in DECODES:

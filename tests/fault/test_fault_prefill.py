@@ -46,7 +46,7 @@ async def test_killed_before_the_last_chunk(model: Path, oracle: Oracle, tmp_pat
         for answer in answers:
             running.check(await answer.end())
         assert await moved.by("isthmus_local_prefill_total", reason="prefill_failed") == 2
-        assert await moved.by("isthmus_requests_total", outcome="ok") == 2
+        assert await moved.by("isthmus_requests_total", outcome="good") == 2
         # A dead writer is proven dead: nobody waits for the request's deadline.
         await running.wait_at_rest(timeout_s=12)
         assert (await running.restart("prefill-0")).epoch == 2

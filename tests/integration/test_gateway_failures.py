@@ -20,7 +20,7 @@ from isthmus.common.errors import (
     InvalidRequestError,
     OutOfBlocksError,
 )
-from isthmus.common.types import RouteDecision
+from isthmus.gateway.decider import Asker
 from isthmus.gateway.router_client import ChoiceQuery, RouterClient
 from isthmus.protos.v1 import common_pb2
 from tests.support.fake_decode import FakeDecode, Script
@@ -290,10 +290,11 @@ async def test_no_place_for_a_second_choice_ends_the_request_and_is_no_fault(
     """The first choice ends with its first token, which is when the second one is sent."""
     route = RouterClient.route
 
-    def only_once(self: RouterClient, query: ChoiceQuery) -> RouteDecision:
+    def only_once(self: RouterClient, query: ChoiceQuery, asker: Asker, *, may_wait: bool) -> None:
         if "-1." in query.request_id:
-            raise CapacityError("every place is taken", stage="route")
-        return route(self, query)
+            asker.on_refused(CapacityError("every place is taken", stage="route"))
+        else:
+            route(self, query, asker, may_wait=may_wait)
 
     monkeypatch.setattr(RouterClient, "route", only_once)
     body = {"model": "tiny", "prompt": "x", "n": 2, "stop": TEXT[:3]}

@@ -11,6 +11,7 @@ import pytest
 import pytest_asyncio
 
 from isthmus.common.config import ClusterConfig, GatewayConfig
+from isthmus.gateway.limits import Identity
 from isthmus.protos.v1 import common_pb2
 from tests.support.fake_decode import FakeDecode, Script
 from tests.support.gateway_server import RunningGateway, running_gateway
@@ -52,8 +53,11 @@ async def test_chat_streamed_and_whole_are_the_same(
     assert "\ufffd" not in text
     assert chunks[0].choices[0].delta.role == "assistant"
     assert chunks[-2].choices[0].finish_reason == "stop"
-    assert chunks[-1].usage == whole.usage
+    assert chunks[-1].usage is not None
     assert whole.usage is not None
+    told, told_whole = chunks[-1].usage.model_dump(), whole.usage.model_dump()
+    assert told.pop("isthmus")["good"] is told_whole.pop("isthmus")["good"] is True
+    assert told == told_whole
     assert whole.usage.prompt_tokens == len(fake.requests[0].token_ids)
     assert whole.usage.completion_tokens == len(gateway.ids("the 안녕 😀 end")) + 1
     assert whole.usage.prompt_tokens_details is not None
@@ -349,7 +353,7 @@ async def test_bad_requests_are_refused_by_name_before_any_instance(
     assert answer.status_code == 400
     assert error["param"] == param
     assert error["type"] == "invalid_request_error"
-    assert set(error) == {"message", "type", "param", "code"}
+    assert set(error) == {"message", "type", "param", "code", "reason", "stage"}
     assert answer.headers["x-request-id"]
     assert fake.submitted == []
 
@@ -371,7 +375,7 @@ async def test_other_errors_have_openais_shape_too(gateway: RunningGateway) -> N
             answer = await client.request(method, path, content=b"{not json")
             assert answer.status_code == status
             error = answer.json()["error"]
-            assert set(error) == {"message", "type", "param", "code"}
+            assert set(error) == {"message", "type", "param", "code", "reason", "stage"}
             assert (error["code"], error["type"]) == (code, "invalid_request_error")
             assert answer.headers["x-request-id"]
             if status == 405:
@@ -455,7 +459,7 @@ async def test_too_large_and_too_many_are_told_before_any_work(tmp_path: Path) -
         for content in (b"x" * 1001, chunks()):
             answer = await client.post("/v1/completions", content=content)
             assert answer.status_code == 413
-        slot = gateway.gateway.limiter.acquire()
+        slot = gateway.gateway.limiter.acquire(Identity())
         body = {"model": "tiny", "prompt": "x"}
         answer = await client.post("/v1/completions", json=body)
         assert answer.status_code == 429
@@ -503,7 +507,7 @@ async def test_routes_for_tokens_count_as_in_flight(tmp_path: Path, path: str) -
     config = ClusterConfig(gateway=GatewayConfig(max_inflight=1))
     body = {"prompt": "x"} if path == "/tokenize" else {"tokens": [5]}
     async with running_gateway(tmp_path, (), config) as gateway, gateway.http() as client:
-        with gateway.gateway.limiter.acquire():
+        with gateway.gateway.limiter.acquire(Identity()):
             assert (await client.post(path, json=body)).status_code == 429
         assert (await client.post(path, json=body)).status_code == 200
         assert (await client.post(path, json={})).status_code == 400

@@ -45,7 +45,7 @@ async def test_each_request_ends_with_one_line_and_its_stages(
             wall_ms = 1000 * (time.monotonic() - begin)
     (line,) = [line for line in lines if line["event"] == "request ended"]
     assert line["request_id"].startswith("abc.")
-    assert line["outcome"] == "ok"
+    assert line["outcome"] == "good"
     assert line["decode"] == "decode-0"
     assert line["cached_tokens"] == 4
     assert line["output_tokens"] == 2
@@ -67,20 +67,22 @@ async def test_a_request_ended_by_a_stop_string_has_its_stages_too(
             await client.post("/v1/completions", json=body)
         await poll_until(lambda: len(fake.aborted) == 1)
     (line,) = [line for line in lines if line["event"] == "request ended"]
-    assert line["outcome"] == "ok"
+    assert line["outcome"] == "good"
     assert line["first_flush_ms"] >= 0  # from the instance's first token to the client
 
 
 @pytest.mark.asyncio
 async def test_a_refused_request_has_its_line_too(gateway: RunningGateway) -> None:
-    before = metrics.REQUESTS.labels(slo_class="default", outcome="unsupported_parameter")
+    labels = {"slo_class": "default", "tenant": "anonymous", "outcome": "invalid"}
+    before = metrics.REQUESTS.labels(**labels)
     count = before._value.get()
     with capture_logs() as lines:
         async with gateway.http() as client:
             body = {"model": "tiny", "messages": MESSAGES, "bogus": 1}
             await client.post("/v1/chat/completions", json=body)
     (line,) = [line for line in lines if line["event"] == "request ended"]
-    assert (line["outcome"], line["param"]) == ("unsupported_parameter", "bogus")
+    assert (line["outcome"], line["code"]) == ("invalid", "unsupported_parameter")
+    assert line["param"] == "bogus"
     assert before._value.get() == count + 1
 
 
@@ -104,14 +106,17 @@ async def test_metrics_count_the_request_once(gateway: RunningGateway, fake: Fak
         return after.get(name, 0.0) - before.get(name, 0.0)
 
     num_prompt = len(fake.requests[0].token_ids)
-    assert gained('isthmus_requests_total{outcome="ok",slo_class="default"}') == 1
+    labels = 'slo_class="default",tenant="anonymous"'
+    assert gained(f'isthmus_requests_total{{outcome="good",{labels}}}') == 1
+    assert gained(f"isthmus_requests_offered_total{{{labels}}}") == 1
+    assert 0 < after[f"isthmus_goodput_ratio{{{labels}}}"] <= 1
     assert gained("isthmus_prompt_tokens_total") == num_prompt
     assert gained("isthmus_cached_tokens_total") == 4
     assert gained("isthmus_output_tokens_total") == 6
     assert gained('isthmus_ttft_seconds_count{slo_class="default"}') == 1
     assert gained('isthmus_tpot_seconds_count{slo_class="default"}') == 1
     assert gained("isthmus_itl_seconds_count") == 4
-    assert gained("isthmus_second_token_gap_seconds_count") == 2
+    assert gained('isthmus_second_token_gap_seconds_count{slo_class="default"}') == 2
     assert after["isthmus_requests_inflight"] == 0
 
 

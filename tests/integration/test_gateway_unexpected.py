@@ -32,7 +32,8 @@ def boom(*_: object, **__: object) -> NoReturn:
 
 
 def ended(outcome: str) -> float:
-    return metrics.REQUESTS.labels(slo_class="default", outcome=outcome)._value.get()
+    labels = {"slo_class": "default", "tenant": "anonymous", "outcome": outcome}
+    return metrics.REQUESTS.labels(**labels)._value.get()
 
 
 @pytest.mark.asyncio
@@ -44,7 +45,7 @@ async def test_it_is_logged_once_counted_once_and_told_without_its_traceback(
         monkeypatch.setattr(gateway.gateway.pipeline, "render", boom)
     else:
         monkeypatch.setattr(ChatFormat, "whole" if stage == "answer" else "chunks", boom)
-    before, before_ok = ended("internal_error"), ended("ok")
+    before, before_ok = ended("error"), ended("good")
     body = BODY | {"stream": stage == "stream"}
     with capture_logs() as lines:
         async with gateway.http() as client:
@@ -63,8 +64,10 @@ async def test_it_is_logged_once_counted_once_and_told_without_its_traceback(
         "type": "server_error",
         "param": None,
         "code": "internal_error",
+        "reason": "internal_error",
+        "stage": "gateway",
     }
-    assert (ended("internal_error"), ended("ok")) == (before + 1, before_ok)
+    assert (ended("error"), ended("good")) == (before + 1, before_ok)
     (line,) = [line for line in lines if line.get("exc_info")]
     assert SECRET in str(line["exc_info"])
     assert line["request_id"].startswith("mine")

@@ -16,8 +16,10 @@ from isthmus.common.config import ClusterConfig
 from isthmus.common.model_files import locate_model
 from isthmus.gateway.app import ModelIdentity, build_gateway, create_app
 from isthmus.gateway.context import Gateway
+from isthmus.gateway.decider import EmbeddedDecider
 from isthmus.gateway.server import HttpServer, bind_socket
 from isthmus.gateway.tokenizer import TextTokenizer, load_tokenizer
+from isthmus.router.driver import RouterDriver
 from isthmus.router.router import Router
 from tests.support.fake_decode import FakeDecode
 from tests.support.poll import poll_until
@@ -59,7 +61,10 @@ async def running_gateway(
     config = config or ClusterConfig()
     tokenizer = load_tokenizer(locate_model(str(write_tiny_model(folder / "tiny"))))
     router = Router(config.router, SystemClock())
-    gateway = build_gateway(config, ModelIdentity(tokenizer, "tiny"), router, SystemClock())
+    driver = RouterDriver(router, SystemClock())
+    decider = EmbeddedDecider(router, driver)
+    model = ModelIdentity(tokenizer, "tiny")
+    gateway = build_gateway(config, model, router, decider, SystemClock())
     listener = bind_socket("127.0.0.1", 0, 60_000)
     port = listener.getsockname()[1]
     server = HttpServer(create_app(gateway), drain_s=1)
@@ -79,6 +84,7 @@ async def running_gateway(
         server.should_exit = True
         await serving
         await gateway.close()
+        driver.close()
         for fake in fakes:
             await fake.kill()
         # The clients of a test resolve names in the loop's own threads.

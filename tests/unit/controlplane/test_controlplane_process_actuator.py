@@ -107,7 +107,9 @@ def test_commands_name_the_role_only_where_there_is_a_choice() -> None:
     for kind in ProcessKind:
         made = command_of(ProcessSpec("x-0", kind, config, "r:1"), Path("c"), MODULES[kind])
         assert ("--role" in made) == (kind in (ProcessKind.DECODE, ProcessKind.MIXED))
-        assert ("--instance-id" in made) == (kind is not ProcessKind.GATEWAY)
+        assert ("--instance-id" in made) == (kind.role is not None)
+        assert ("--gateway-id" in made) == (kind is ProcessKind.GATEWAY)
+        assert ("--router-id" in made) == (kind is ProcessKind.ROUTER)
 
 
 @pytest.mark.asyncio

@@ -49,14 +49,14 @@ def test_a_clients_salt_never_reaches_anothers_cache() -> None:
 
 def test_slots_are_given_back_once() -> None:
     limiter = InflightLimiter(1)
-    slot = limiter.acquire()
+    slot = limiter.acquire(Identity())
     with pytest.raises(RateLimitedError) as caught:
-        limiter.acquire()
+        limiter.acquire(Identity())
     assert caught.value.retry_after_ms > 0
     slot.release()
     slot.release()
     assert limiter.num_inflight == 0
-    limiter.acquire().release()
+    limiter.acquire(Identity()).release()
 
 
 @pytest.mark.asyncio

@@ -6,19 +6,26 @@ from dataclasses import replace
 
 from isthmus.common.cluster import Role
 from isthmus.common.hashing import block_hashes, root_hash
+from isthmus.gateway.decider import EmbeddedDecider
 from isthmus.gateway.router_client import RouterClient
+from isthmus.router.driver import RouterDriver
 from tests.support.router_cluster import LAYOUT, Cluster
+
+
+def client_of(cluster: Cluster) -> RouterClient:
+    decider = EmbeddedDecider(cluster.router, RouterDriver(cluster.router, cluster.clock))
+    return RouterClient(cluster.router, cluster.clock, decider)
 
 
 def test_a_prompt_is_hashed_once_for_each_size_of_block() -> None:
     cluster = Cluster(2, 1)
     cluster.join("d1", Role.DECODE, kv_layout=replace(LAYOUT, block_size=32))
     tokens = list(range(70))
-    chains = RouterClient(cluster.router, cluster.clock).hash_prompt(tokens, "salt")
+    chains = client_of(cluster).hash_prompt(tokens, "salt")
     root = root_hash("fingerprint", "salt")
     assert set(chains) == {tuple(block_hashes(tokens, size, root)) for size in (16, 32)}
 
 
 def test_a_prompt_has_no_hashes_while_no_instance_is_known() -> None:
     cluster = Cluster()
-    assert RouterClient(cluster.router, cluster.clock).hash_prompt([1, 2, 3], "") == ()
+    assert client_of(cluster).hash_prompt([1, 2, 3], "") == ()

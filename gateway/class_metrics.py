@@ -1,0 +1,35 @@
+"""The histograms of one class of service, looked up once: a label costs as much as an observation.
+
+Classes come from the configuration, so there are few of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+from prometheus_client import Histogram
+
+from isthmus.common import metrics
+
+
+@dataclass(frozen=True, slots=True)
+class ClassMetrics:
+    ttft: Histogram
+    tpot: Histogram
+    e2e: Histogram
+    second_token_gap: Histogram
+    ttft_slack: Histogram
+    tpot_slack: Histogram
+
+
+@cache
+def metrics_of(slo_class: str) -> ClassMetrics:
+    return ClassMetrics(
+        ttft=metrics.TTFT.labels(slo_class=slo_class),
+        tpot=metrics.TPOT.labels(slo_class=slo_class),
+        e2e=metrics.E2E.labels(slo_class=slo_class),
+        second_token_gap=metrics.SECOND_TOKEN_GAP.labels(slo_class=slo_class),
+        ttft_slack=metrics.SLACK.labels(slo_class=slo_class, target="ttft"),
+        tpot_slack=metrics.SLACK.labels(slo_class=slo_class, target="tpot"),
+    )

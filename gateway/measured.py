@@ -1,0 +1,71 @@
+"""What is known of a request's times and promise: for its answer, its metrics and its log."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from isthmus.common.attainment import Measured, Verdict, has_missed, judge
+from isthmus.common.clock import NS_PER_MS
+from isthmus.common.timeline import STAGES, Event, Timeline
+
+if TYPE_CHECKING:
+    from isthmus.gateway.exchange import Exchange
+
+MS_PER_S = 1000
+_SPANS = {
+    **STAGES,
+    "ttft": (Event.ARRIVED, Event.FIRST_FLUSH),
+    "e2e": (Event.ARRIVED, Event.FINISHED),
+}
+
+
+def spans_of(exchange: Exchange) -> dict[str, float]:
+    """Seconds of every part of the request's life that is known: from the gateway's own events and
+    those that the first choice brought from the instances."""
+    timeline = Timeline()
+    timeline.merge(exchange.timeline)
+    timeline.merge(exchange.choices[0].timeline)
+    spans = {name: timeline.seconds(begin, end) for name, (begin, end) in _SPANS.items()}
+    return {name: seconds for name, seconds in spans.items() if seconds is not None}
+
+
+def measure(exchange: Exchange, now_ns: int) -> Measured:
+    """As of now; TPOT of the slowest choice, since that is what somebody waited for."""
+    timeline, arrived_ns = exchange.timeline, exchange.plan.arrival_ns
+    end_ns = timeline.at_ns(Event.FINISHED) or now_ns
+    first_ns = timeline.at_ns(Event.FIRST_FLUSH)
+    if first_ns is None and (exchange.is_done or exchange.has_token):
+        first_ns = end_ns  # it is being written in this moment, or all there was came with the end
+    tpots = [choice.tpot_s for choice in exchange.choices if choice.tpot_s is not None]
+    return Measured(
+        ttft_ms=None if first_ns is None else max(0, first_ns - arrived_ns) / NS_PER_MS,
+        tpot_ms=MS_PER_S * max(tpots) if tpots else None,
+        e2e_ms=max(0, end_ns - arrived_ns) / NS_PER_MS,
+    )
+
+
+def has_missed_target(exchange: Exchange, now_ns: int) -> bool:
+    """Whether a request that did not finish had missed a target when it ended."""
+    measured = measure(exchange, now_ns)
+    return has_missed(exchange.plan.slo, measured, measured.e2e_ms or 0.0)
+
+
+def service_report(exchange: Exchange, now_ns: int) -> dict[str, Any]:
+    """The extension of ``usage``: what was promised, what was measured, whether it was kept."""
+    slo, measured = exchange.plan.slo, measure(exchange, now_ns)
+    queue_s = spans_of(exchange).get("queue")
+    return {
+        "slo_class": slo.class_name,
+        "target_ttft_ms": slo.ttft_ms,
+        "target_tpot_ms": slo.tpot_ms,
+        "target_e2e_ms": slo.e2e_ms,
+        "ttft_ms": _rounded(measured.ttft_ms),
+        "tpot_ms": _rounded(measured.tpot_ms),
+        "e2e_ms": _rounded(measured.e2e_ms),
+        "queue_ms": None if queue_s is None else round(MS_PER_S * queue_s, 3),
+        "good": judge(slo, measured) is Verdict.GOOD,
+    }
+
+
+def _rounded(value_ms: float | None) -> float | None:
+    return None if value_ms is None else round(value_ms, 3)

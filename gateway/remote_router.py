@@ -1,0 +1,207 @@
+"""The router of another process, of which one leads, and what is done without one.
+
+::
+
+    ask ──▶ leader known ──▶ Route ──▶ decision or refusal ─────────────────▶ asker
+                │              │ out of reach, or leads no more
+                │              ├─ another leads by now ──▶ asked again there
+                ▼              ▼
+             nobody leads: this gateway's own view, least loaded first ──────▶ asker
+
+So no request is lost with a router: it is decided elsewhere or here. Decisions made here say so in
+their ``policy``, in a metric and in the log. Outcomes go to the leader, whoever decided, and to
+this gateway's own view, which learns from them whom to avoid.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from isthmus.common import metrics
+from isthmus.common.clock import NS_PER_S, Clock
+from isthmus.common.errors import DeadlineError, InstanceLostError, IsthmusError, StaleEpochError
+from isthmus.common.ids import DecisionId, InstanceId, RequestId
+from isthmus.common.logging import RateLimitedLog, get_logger
+from isthmus.common.registry import Registry, leader_key, resume_watch
+from isthmus.common.registry.routers import ROUTER, RouterRecord
+from isthmus.common.types import RouteDecision
+from isthmus.gateway.decider import Asker
+from isthmus.gateway.router_link import RouterLink
+from isthmus.protos.v1 import router_pb2 as pb
+from isthmus.router.router import Router
+from isthmus.router.types import Outcome, RouteQuery
+from isthmus.router.wire import outcome_to_pb, query_to_pb
+
+FALLBACK_PREFIX = "fallback_"
+ANSWER_S = 2.0
+"""For a question that may not wait in the router; beyond its deadline for one that may."""
+_log = get_logger("remote_router")
+_LOST: dict[type[IsthmusError], str] = {
+    InstanceLostError: "out_of_reach",
+    StaleEpochError: "not_leading",
+    DeadlineError: "no_answer",
+}
+
+
+@dataclass(eq=False, slots=True)
+class _Question:
+    query: RouteQuery
+    asker: Asker
+    put: Callable[[RouterLink], Awaitable[RouteDecision]]
+    task: asyncio.Task[None] | None = None
+
+
+class RemoteDecider:
+    """Implements ``Decider``. ``own``: a router over this gateway's view, for want of another.
+
+    ``start`` and ``close`` in the event loop that asks. A question is in ``_questions`` from
+    ``ask`` until its asker has heard, and its task belongs to it.
+    """
+
+    def __init__(
+        self, registry: Registry, cluster: str, gateway_id: str, own: Router, clock: Clock
+    ) -> None:
+        self._registry = registry
+        self._key = leader_key(cluster, ROUTER)
+        self._gateway_id = gateway_id
+        self._own = own
+        self._clock = clock
+        self._link: RouterLink | None = None
+        self._is_led = False
+        self._questions: dict[RequestId, _Question] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+        self._follower: asyncio.Task[None] | None = None
+        self._warnings = RateLimitedLog(_log)
+
+    def start(self) -> None:
+        self._follower = asyncio.get_running_loop().create_task(
+            self._follow(), name="follow-router"
+        )
+
+    async def close(self) -> None:
+        for question in self._questions.values():
+            if question.task is not None:
+                question.task.cancel()
+        self._questions.clear()
+        if self._follower is not None:
+            self._follower.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._follower
+        if self._link is not None:
+            self._close_later(self._link)
+        await asyncio.gather(*self._closing, return_exceptions=True)
+
+    @property
+    def leader(self) -> RouterRecord | None:
+        """Who is asked now; None = this gateway decides by itself."""
+        return self._link.record if self._link is not None and self._is_led else None
+
+    # --- Decider --------------------------------------------------------------------------------
+    def ask(self, query: RouteQuery, asker: Asker, *, may_wait: bool) -> None:
+        request = query_to_pb(query, may_wait=may_wait, gateway_id=self._gateway_id)
+        timeout_s = ANSWER_S
+        if may_wait and query.deadline_ns:
+            timeout_s += max(0, query.deadline_ns - self._clock.now_ns()) / NS_PER_S
+        self._put(_Question(query, asker, lambda link: link.route(request, timeout_s)))
+
+    def ask_again(
+        self, query: RouteQuery, asker: Asker, *, failed: InstanceId, reason: str
+    ) -> None:
+        request = pb.RerouteRequest(
+            failed_instance=failed,
+            reason=reason,
+            request=query_to_pb(query, may_wait=False, gateway_id=self._gateway_id),
+        )
+        without = replace(query, exclude=query.exclude | {failed})
+        self._put(_Question(without, asker, lambda link: link.reroute(request, ANSWER_S)))
+
+    def withdraw(self, request_id: RequestId) -> None:
+        question = self._questions.pop(request_id, None)
+        if question is not None and question.task is not None:
+            question.task.cancel()
+            self._tell(pb.ReportOutcomeRequest(withdrawn_request_id=request_id))
+
+    def report(self, decision_id: DecisionId, outcome: Outcome) -> None:
+        self._own.report(decision_id, outcome)
+        self._tell(outcome_to_pb(decision_id, outcome))
+
+    # --- inside ---------------------------------------------------------------------------------
+    def _put(self, question: _Question) -> None:
+        link = self._link
+        if link is None or not self._is_led:
+            self._decide_here(question, "no_leader")
+            return
+        self._questions[question.query.request_id] = question
+        question.task = asyncio.get_running_loop().create_task(self._hear(question, link))
+        question.task.add_done_callback(_tell_if_broken)
+
+    async def _hear(self, question: _Question, link: RouterLink) -> None:
+        try:
+            decision = await question.put(link)
+        except IsthmusError as error:
+            self._questions.pop(question.query.request_id, None)
+            why = _LOST.get(type(error))
+            if why is None:
+                question.asker.on_refused(error)
+            elif self._link is not link and self._is_led:
+                self._put(question)
+            else:
+                self._decide_here(question, why)
+        else:
+            self._questions.pop(question.query.request_id, None)
+            question.asker.on_routed(decision)
+
+    def _decide_here(self, question: _Question, why: str) -> None:
+        metrics.ROUTER_FALLBACK.labels(reason=why).inc()
+        self._warnings.warning(why, "no router: this gateway decides by itself", why=why)
+        try:
+            decision = self._own.route(question.query)
+        except IsthmusError as error:
+            question.asker.on_refused(error)
+        else:
+            policy = f"{FALLBACK_PREFIX}{decision.policy}"
+            question.asker.on_routed(replace(decision, policy=policy))
+
+    def _tell(self, message: pb.ReportOutcomeRequest) -> None:
+        if self._link is not None:
+            self._link.tell(message)
+
+    async def _follow(self) -> None:
+        watch = resume_watch(self._registry, self._key)
+        try:
+            async for event in watch:
+                if event.key == self._key:
+                    self._on_leader(RouterRecord.decode(event.entry.value) if event.entry else None)
+        finally:
+            await watch.aclose()
+
+    def _on_leader(self, record: RouterRecord | None) -> None:
+        """Who leads no more may still answer what it was asked; only another one replaces it."""
+        self._is_led = record is not None
+        if record is None:
+            _log.warning("no router leads")
+        if record is None or (self._link is not None and self._link.record == record):
+            return
+        _log.info("router leads", router=record.router_id, address=record.address)
+        old, self._link = self._link, RouterLink(record, self._gateway_id)
+        if old is None:
+            return
+        waiting, self._questions = list(self._questions.values()), {}
+        for question in waiting:
+            if question.task is not None:
+                question.task.cancel()
+            self._put(question)
+        self._close_later(old)
+
+    def _close_later(self, link: RouterLink) -> None:
+        task = asyncio.get_running_loop().create_task(link.close())
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+
+def _tell_if_broken(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        _log.error("a decision could not be taken in", exc_info=error)

@@ -1,0 +1,82 @@
+"""The connection to one router process: questions, and one stream of outcomes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import suppress
+from typing import TypeVar
+
+import grpc.aio
+
+from isthmus.common.backoff import Backoff
+from isthmus.common.errors import InstanceLostError
+from isthmus.common.registry.routers import RouterRecord
+from isthmus.common.rpc import create_channel, error_from_rpc
+from isthmus.common.types import RouteDecision
+from isthmus.protos.convert import decision_from_pb
+from isthmus.protos.v1 import router_pb2 as pb
+from isthmus.protos.v1 import router_pb2_grpc
+
+MAX_OUTCOMES = 10_000
+ReplyT = TypeVar("ReplyT")
+
+
+class RouterLink:
+    """One router at one incarnation. Owns its channel and the task that sends outcomes."""
+
+    def __init__(self, record: RouterRecord, gateway_id: str) -> None:
+        self.record = record
+        self._gateway_id = gateway_id
+        self._channel = create_channel(record.address)
+        self._stub = router_pb2_grpc.RouterServiceStub(self._channel)
+        self._outcomes: asyncio.Queue[pb.ReportOutcomeRequest] = asyncio.Queue()
+        self._task = asyncio.get_running_loop().create_task(self._send(), name="router-outcomes")
+
+    async def route(self, request: pb.RouteRequest, timeout_s: float) -> RouteDecision:
+        """Raises what the router refused it with; InstanceLostError when it is out of reach,
+        DeadlineError when it did not answer in time."""
+        reply = await self._reply(self._stub.Route(request, timeout=timeout_s))
+        return decision_from_pb(reply.decision)
+
+    async def reroute(self, request: pb.RerouteRequest, timeout_s: float) -> RouteDecision:
+        """Raises like ``route``."""
+        reply = await self._reply(self._stub.Reroute(request, timeout=timeout_s))
+        return decision_from_pb(reply.decision)
+
+    def tell(self, message: pb.ReportOutcomeRequest) -> None:
+        """In order, as soon as the router can be reached; the newest are lost when too many wait:
+        what is not told ends by the router's own clock."""
+        if self._outcomes.qsize() < MAX_OUTCOMES:
+            self._outcomes.put_nowait(message)
+
+    async def close(self) -> None:
+        self._task.cancel()
+        with suppress(asyncio.CancelledError):
+            await self._task
+        await self._channel.close()
+
+    async def _reply(self, call: Awaitable[ReplyT]) -> ReplyT:
+        try:
+            return await call
+        except grpc.aio.AioRpcError as error:
+            raise error_from_rpc(error, peer=self.record.router_id, stage="route") from error
+        except grpc.aio.UsageError as error:  # the channel was closed meanwhile
+            text = f"{self.record.router_id} was given up"
+            raise InstanceLostError(text, stage="route") from error
+
+    async def _send(self) -> None:
+        backoff = Backoff(cap_s=1.0)
+        while True:
+            call = self._stub.ReportOutcome(self._messages())
+            try:
+                await call
+            except grpc.aio.AioRpcError:
+                await asyncio.sleep(backoff.next_s())
+            finally:
+                call.cancel()
+
+    async def _messages(self) -> AsyncIterator[pb.ReportOutcomeRequest]:
+        yield pb.ReportOutcomeRequest(gateway_id=self._gateway_id)
+        while True:
+            yield await self._outcomes.get()
