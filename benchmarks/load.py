@@ -13,7 +13,7 @@ import json
 import random
 import statistics
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import httpx
 
@@ -50,7 +50,7 @@ class Progress:
     start: float = 0.0
     first: float = 0.0
     last: float = 0.0
-    num_chunks: int = 0
+    chunk_times: list[float] = field(default_factory=list)
     num_tokens: int = 0
     error: str = ""
 
@@ -60,7 +60,7 @@ class Progress:
             return Sample(0, 0, 0, self.error)
         if not self.first:
             return Sample(0, 0, 0, NO_TOKEN)
-        num_tokens = self.num_tokens or self.num_chunks
+        num_tokens = self.num_tokens or len(self.chunk_times)
         tpot_ms = (self.last - self.first) / max(1, num_tokens - 1) * 1e3
         return Sample((self.first - self.start) * 1e3, tpot_ms, num_tokens)
 
@@ -95,7 +95,7 @@ async def follow(
             if event.get("choices"):
                 progress.last = time.perf_counter()
                 progress.first = progress.first or progress.last
-                progress.num_chunks += 1
+                progress.chunk_times.append(progress.last)
     if not progress.first:
         progress.error = "empty answer"
 

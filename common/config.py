@@ -124,6 +124,12 @@ class TransferConfig(Node):
         "no token is out, or compute it on the decode instance at once (which is also what "
         "follows when the other fails, or there is none)",
     )
+    layers_per_push: int = Field(
+        0,
+        ge=0,
+        description="layers whose KV leaves together while a prompt's later layers are computed; "
+        "0 = as many as make 1 MiB; as many as the model has, or more = whole blocks after a step",
+    )
     fault_script: str = Field("", description="scripted faults of the fake connector (tests)")
 
 

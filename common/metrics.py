@@ -128,9 +128,9 @@ TRANSFER_BYTES = Counter(
     "KV bytes moved over the connector, counted at the side named",
     ["role", "instance", "side", "connector"],
 )
-TRANSFER_SECONDS = Histogram(
-    "isthmus_kv_transfer_seconds",
-    "Prefill finished → KV complete: the exposed part",
+KV_EXPOSED = Histogram(
+    "isthmus_kv_exposed_seconds",
+    "Last prefill step ended → KV complete: the part of a transfer that no compute hides",
     ["role", "instance"],
     buckets=_FAST,
 )

@@ -30,7 +30,7 @@ class Event(Enum):
     ADMITTED = "admitted"  # decode: blocks reserved
     PREFILL_QUEUED = "prefill_queued"  # where the prompt is computed: entered the engine
     SCHEDULED = "scheduled"  # first step that runs the sequence begins
-    PREFILLED = "prefilled"  # first token sampled
+    PREFILLED = "prefilled"  # the step that sampled the first token ended
     KV_SENT = "kv_sent"  # prefill: last write confirmed
     KV_READY = "kv_ready"  # decode: every chunk has arrived
     FIRST_TOKEN = "first_token"  # decode: handed to the gateway's stream

@@ -18,7 +18,7 @@ from isthmus.decode_worker.events import Failed, Outbox
 from isthmus.decode_worker.generation import Generation
 from isthmus.decode_worker.prefill_client import PrefillClient
 from isthmus.decode_worker.reservations import Reservations
-from isthmus.engine.types import StepOutput
+from isthmus.engine.types import StepLaunch, StepOutput
 from isthmus.worker.load_reporter import OutsideLoad
 from isthmus.worker.role import WorkerRuntime
 
@@ -87,6 +87,9 @@ class DecodeWorker:
 
     def start(self) -> None:
         """Nothing runs without a request."""
+
+    def on_launch(self, launch: StepLaunch) -> None:
+        """Nobody waits for the KV that is computed here."""
 
     def on_step(self, output: StepOutput) -> None:
         for update in output.updates:

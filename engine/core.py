@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable
 
 from isthmus.common.clock import NS_PER_MS, Clock
 from isthmus.common.config import EngineConfig, ModelConfig
@@ -46,6 +47,7 @@ from isthmus.engine.types import (
     Reservation,
     SequenceMode,
     SequenceUpdate,
+    StepLaunch,
     StepOutput,
 )
 
@@ -88,6 +90,7 @@ class EngineCore:
         self._is_closed = False
         self._flights: deque[Flight] = deque()  # oldest first; the engine thread's own
         self._max_flights = 2 if is_asynchronous(config) else 1
+        self._on_launch: Callable[[StepLaunch], None] | None = None
         self._landed_ns = (0, 0)  # when the last step landed: unix time, monotonic
         self._failed_steps = 0  # in a row
         self._num_steps = 0
@@ -253,6 +256,11 @@ class EngineCore:
             num_preempted=flight.plan.num_preempted,
         )
 
+    def watch_launches(self, on_launch: Callable[[StepLaunch], None]) -> None:
+        """From now on ``on_launch`` hears, on the engine thread and without the lock, of every step
+        that computes for PREFILL_ONLY sequences, before the wait for it. Before the first step."""
+        self._on_launch = on_launch
+
     def close(self) -> None:
         """No step begins any more; wakes whoever waits. Steps in flight still land, one by each
         call of ``step``; whoever does not call it leaves the device to end them by itself. The KV
@@ -337,7 +345,21 @@ class EngineCore:
             if flight is None:
                 return
             self._flights.append(flight)
-            flight.launch(self._runner, self._clock)
+            num_tokens = self._watched_tokens(flight.plan)
+            flight.launch(self._runner, self._clock, is_watched=bool(num_tokens))
+            if self._on_launch is not None and flight.progress is not None:
+                self._on_launch(StepLaunch(flight.plan.step_id, num_tokens, flight.progress))
+
+    def _watched_tokens(self, plan: StepPlan) -> dict[RequestId, int]:
+        """Of sequences that a peer waits for: tokens whose KV there is when the step has run."""
+        if self._on_launch is None or not plan.num_prefill_tokens:
+            return {}
+        chunks = zip(plan.scheduled, plan.starts, plan.counts, strict=True)
+        return {
+            sequence.request_id: start + count
+            for sequence, start, count in chunks
+            if sequence.mode is SequenceMode.PREFILL_ONLY
+        }
 
     def _plan_flight(self) -> Flight | None:
         """Under the lock."""

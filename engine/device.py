@@ -26,6 +26,10 @@ class DeviceEvent(Protocol):
         """Blocks the host until the device has passed the point; at once if it was not recorded."""
         ...
 
+    def query(self) -> bool:
+        """Whether the device has passed the point. From any thread; does not wait."""
+        ...
+
 
 class Device(Protocol):
     torch_device: torch.device
@@ -90,6 +94,9 @@ class _Passed:
 
     def synchronize(self) -> None:
         """Nothing is under way."""
+
+    def query(self) -> bool:
+        return True
 
 
 class HostDevice:

@@ -17,6 +17,7 @@ from dataclasses import replace
 import torch
 
 from isthmus.common.config import EngineConfig
+from isthmus.common.layer_progress import LayerMarks, LayerProgress
 from isthmus.engine.batch import StepInput, build_step_input
 from isthmus.engine.cuda_graphs import (
     DecodeGraphs,
@@ -28,6 +29,7 @@ from isthmus.engine.cuda_graphs import (
 from isthmus.engine.device import Device
 from isthmus.engine.device_sampler import DeviceSampler, PendingTokens
 from isthmus.engine.kv_store import KvStore
+from isthmus.engine.layer_events import LayerEvents
 from isthmus.engine.models.types import ForwardBatch, LanguageModel
 from isthmus.engine.penalty_tables import PenaltyTables
 from isthmus.engine.runner import LaunchedStep, StepTokens
@@ -72,13 +74,14 @@ class DeviceRunner:
                 device, buckets, model.spec.vocab_size, self._forward, self.stage_padding
             )
 
-    def launch(self, plan: StepPlan) -> LaunchedStep:
+    def launch(self, plan: StepPlan, *, is_watched: bool = False) -> LaunchedStep:
+        layers = LayerEvents(self._device) if is_watched else None
         with self._device.active(), torch.inference_mode():
             step = build_step_input(plan, self._block_size, self._sampled_before)
             self._staging.begin()
             turn = self._readback.begin()
             try:
-                pending = self._sampler.launch(self._logits(step), step)
+                pending = self._sampler.launch(self._logits(step, layers), step)
                 self._staging.end()
                 self._readback.end()
                 self._sampled_ids[: len(step.sampled)].copy_(pending.token_ids)
@@ -87,23 +90,24 @@ class DeviceRunner:
                 self._wait_for_device()
                 raise
         self._sampled_before = {sequence: row for row, sequence in enumerate(step.sampled)}
-        return _DeviceStep(self._readback, turn, pending)
+        num_layers = self._kv_store.layout.num_layers
+        return _DeviceStep(self._readback, turn, pending, layers, num_layers)
 
     def _wait_for_device(self) -> None:
         passed = self._device.event()
         passed.record()
         passed.synchronize()
 
-    def _logits(self, step: StepInput) -> torch.Tensor:
+    def _logits(self, step: StepInput, marks: LayerMarks | None) -> torch.Tensor:
         """Float32 [K, V], or with rows of padding behind."""
         bucket = bucket_of(step, self.graphs.buckets)
         if bucket is None:
-            return self._forward(self._staged(step))
+            return self._forward(self._staged(step), marks)
         self._staged(pad_decode(step, bucket))
         return self.graphs.replay(bucket)
 
-    def _forward(self, batch: ForwardBatch) -> torch.Tensor:
-        return self._model.forward(batch, self._kv_store.tensor)
+    def _forward(self, batch: ForwardBatch, marks: LayerMarks | None = None) -> torch.Tensor:
+        return self._model.forward(batch, self._kv_store.tensor, marks)
 
     def _staged(self, step: StepInput) -> ForwardBatch:
         """The step in the device's buffers, which hold it until the next one."""
@@ -137,13 +141,28 @@ class DeviceRunner:
 
 
 class _DeviceStep:
-    def __init__(self, readback: Readback, turn: int, pending: PendingTokens) -> None:
+    def __init__(
+        self,
+        readback: Readback,
+        turn: int,
+        pending: PendingTokens,
+        layers: LayerEvents | None,
+        num_layers: int,
+    ) -> None:
         self._readback = readback
         self._turn = turn
         self._pending = pending
+        self._layers = layers
+        self._num_layers = num_layers
+
+    @property
+    def progress(self) -> LayerProgress | None:
+        return self._layers
 
     def wait(self) -> StepTokens:
         self._readback.wait(self._turn)
+        if self._layers is not None:
+            self._layers.land(self._num_layers)
         return self._pending.collect()
 
 

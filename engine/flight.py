@@ -18,6 +18,7 @@ from enum import Enum
 
 from isthmus.common.clock import Clock
 from isthmus.common.errors import InstanceLostError, InternalError
+from isthmus.common.layer_progress import LayerProgress
 from isthmus.common.logging import get_logger
 from isthmus.common.state_machine import Transitions
 from isthmus.engine.block_table import BlockTable
@@ -54,18 +55,23 @@ class Flight:
         self._launched: LaunchedStep | None = None
         self._failure: InternalError | None = None
 
-    def launch(self, runner: Runner, clock: Clock) -> None:
+    def launch(self, runner: Runner, clock: Clock, *, is_watched: bool = False) -> None:
         """A failure is the outcome. Raises InstanceLostError alone: a rank is gone, so this
         instance is over, and its requests go elsewhere."""
         self.launched_ns, self.began_ns = clock.now_ns(), clock.monotonic_ns()
         try:
-            self._launched = runner.launch(self.plan)
+            self._launched = runner.launch(self.plan, is_watched=is_watched)
         except InstanceLostError:
             raise
         except Exception as error:  # noqa: BLE001 - whatever a model raises ends a step, not us
             self._fail(error)
         else:
             self._move_to(FlightState.LAUNCHED)
+
+    @property
+    def progress(self) -> LayerProgress | None:
+        """Of a step that was launched to be watched."""
+        return None if self._launched is None else self._launched.progress
 
     def land(self) -> StepTokens | InternalError:
         """Waits for the step. A failure is the outcome, but for InstanceLostError as above."""

@@ -21,6 +21,7 @@ import torch
 
 from isthmus.common.config import EngineConfig
 from isthmus.common.errors import InstanceLostError, InternalError
+from isthmus.common.layer_progress import LayerMarks
 from isthmus.engine.device import Device, device_of
 from isthmus.engine.kv_store import layout_of
 from isthmus.engine.models.types import ForwardBatch, LanguageModel, ModelSpec
@@ -87,7 +88,12 @@ class LeaderModel:
         self._device = device_of(device)
         self._number = 0
 
-    def forward(self, batch: ForwardBatch, kv: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self,
+        batch: ForwardBatch,
+        kv: torch.Tensor,
+        marks: LayerMarks | None = None,  # noqa: ARG002 (nobody here sees the others' KV)
+    ) -> torch.Tensor:
         """Raises InstanceLostError."""
         self._number += 1
         try:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
 from isthmus.common.errors import IsthmusError
 from isthmus.common.ids import BlockId, RequestId
+from isthmus.common.layer_progress import LayerProgress
 from isthmus.common.types import FinishReason, TokenLogprob
 
 
@@ -45,6 +47,20 @@ class SequenceUpdate:
     stop_token_id: int | None = None  # the stop token that ended it (also last of token_ids)
     error: IsthmusError | None = None
     scheduled_ns: int = 0  # unix time at which the sequence's first step began
+
+
+@dataclass(frozen=True, slots=True)
+class StepLaunch:
+    """A step that has begun, as far as peers wait for what it computes.
+
+    Where ``progress`` says that a layer is final, and that of all earlier steps of a sequence does,
+    KV of that layer of its first ``num_tokens[request]`` tokens is in the store; the sequences are
+    PREFILL_ONLY. Nothing else follows from a launch: the step may fail, or never run.
+    """
+
+    step_id: int
+    num_tokens: Mapping[RequestId, int]
+    progress: LayerProgress
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from typing import Protocol
 
 import torch
 
+from isthmus.common.layer_progress import LayerMarks
 from isthmus.kernels.cpu import CpuKernels
 from isthmus.kernels.types import Kernels, PackedLinear
 
@@ -69,8 +70,16 @@ class StepTensors(Protocol):
 
 
 class FusedDecoder(Protocol):
-    def __call__(self, hidden: torch.Tensor, step: StepTensors, kv: torch.Tensor) -> torch.Tensor:
-        """hidden [T, E], the embedded tokens, which it may overwrite → logits float32 [K, V]."""
+    def __call__(
+        self,
+        hidden: torch.Tensor,
+        step: StepTensors,
+        kv: torch.Tensor,
+        marks: LayerMarks | None = None,
+    ) -> torch.Tensor:
+        """hidden [T, E], the embedded tokens, which it may overwrite → logits float32 [K, V].
+
+        ``marks`` learns of each layer when all its KV is written."""
         ...
 
 

@@ -1,9 +1,9 @@
 """Checksums of what lands in target blocks, computed on either side from its own memory.
 
-A checksum covers what one sender writes into one target block: ``[L, 2, G, tokens, D]`` in this
-order, of the heads it sends and the tokens the block holds, however either side cuts tokens into
-blocks. Slots behind the last token are not covered: nothing reads them, and the source may
-still write there.
+A checksum covers what one write brings into one target block: ``[L, 2, G, tokens, D]`` in this
+order, of the layers and heads that are sent and the tokens the block holds, however either side
+cuts tokens into blocks. Slots behind the last token are not covered: nothing reads them, and the
+source may still write there.
 
 xxh3 (64 bits) finds any damage by accident; it is no protection against an attacker.
 """
@@ -65,29 +65,34 @@ def host_reader(region: MemoryRegion, layout: KvLayout, num_blocks: int) -> Bloc
 
 
 def block_checksums(
-    read: BlockReader, side: Side, tokens: range, target_block_size: int, heads: range
+    read: BlockReader,
+    side: Side,
+    tokens: range,
+    target_block_size: int,
+    heads: range,
+    layers: range,
 ) -> tuple[int, ...]:
-    """Of the target blocks that hold ``tokens``, which begin with one of them; ``heads`` of the
-    model are those sent. ``side`` is the source's or the target's."""
+    """Of the target blocks that hold ``tokens``, which begin with one of them; ``heads`` and
+    ``layers`` of the model are those sent. ``side`` is the source's or the target's."""
     own = slice(heads.start - side.layout.heads.start, heads.stop - side.layout.heads.start)
     return tuple(
         xxhash.xxh3_64_intdigest(
             _content(
-                read, side, range(start, min(start + target_block_size, tokens.stop)), own
+                read, side, range(start, min(start + target_block_size, tokens.stop)), own, layers
             ).data
         )
         for start in range(tokens.start, tokens.stop, target_block_size)
     )
 
 
-def _content(read: BlockReader, side: Side, tokens: range, own: slice) -> Bytes:
+def _content(read: BlockReader, side: Side, tokens: range, own: slice, layers: range) -> Bytes:
     """[L, 2, G, tokens, D·bytes], contiguous; a view where one block holds nothing else."""
     size = side.layout.block_size
     pieces = []
     for index in blocks_of(tokens, size):
         block = read(side.block_ids[index - side.first_token // size])
         start, stop = max(tokens.start - index * size, 0), min(tokens.stop - index * size, size)
-        pieces.append(block[:, :, own, start:stop])
+        pieces.append(block[layers.start : layers.stop, :, own, start:stop])
     return np.ascontiguousarray(pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis=3))
 
 
@@ -97,9 +102,12 @@ class BlockCheck:
 
     side: Side
     tokens: range
+    layers: range
     expected: tuple[int, ...]
 
     def count_corrupt(self, read: BlockReader) -> int:
         layout = self.side.layout
-        found = block_checksums(read, self.side, self.tokens, layout.block_size, layout.heads)
+        found = block_checksums(
+            read, self.side, self.tokens, layout.block_size, layout.heads, self.layers
+        )
         return sum(a != b for a, b in zip(self.expected, found, strict=True))

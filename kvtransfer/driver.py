@@ -3,8 +3,9 @@
 A connector may copy inside ``post_write`` (NIXL within a machine does), so nothing of it runs on
 the event loop. All writes go through sweeps::
 
-    submit ─▶ queue of the peer ─▶ in flight (window per peer) ─▶ ended: DONE, FAILED, NOT_POSTED
-              └ dropped there when its owner has ended or its deadline has passed
+    submit ─▶ not ready ─▶ queue of the peer ─▶ in flight (window per peer) ─▶ ended: DONE, FAILED,
+              └────────────┴ dropped there when its owner has ended or its    NOT_POSTED
+                             deadline has passed
 
 One sweep polls what is in flight, posts what the window admits and takes notifications; it returns
 what happened to the event loop, where every decision is made. A patient sweep repeats itself on
@@ -77,6 +78,8 @@ class Write:
     notification: bytes | Callable[[], bytes]
     expires_ns: int
     owner: WriteOwner
+    is_ready: Callable[[], bool] | None = None
+    """Until this says True, on the connector's thread, what is to be written is being computed."""
     handle: WriteHandle | None = None
     num_bytes: int = field(init=False)
 
@@ -108,6 +111,7 @@ class ConnectorDriver:
         self._thread = threading.Thread(target=self._run, name="kvtransfer", daemon=True)
         self._woken = threading.Event()  # ends the patience of a sweep
         self._inbox: deque[Write] = deque()
+        self._unready: list[Write] = []
         self._queues: dict[PeerName, deque[Write]] = {}
         self._in_flight: list[Write] = []
         self.num_open_writes = 0  # submitted and not yet reported as ended
@@ -218,8 +222,8 @@ class ConnectorDriver:
     def _sweep(self) -> Sweep:
         sweep = Sweep(self._clock.monotonic_ns())
         while self._inbox:
-            write = self._inbox.popleft()
-            self._queues.setdefault(write.peer, deque()).append(write)
+            self._unready.append(self._inbox.popleft())
+        self._unready = [write for write in self._unready if not self._enqueues(write, sweep)]
         self._in_flight = [write for write in self._in_flight if not self._ends(write, sweep)]
         for peer in list(self._queues):
             self._post_queue(peer, sweep)
@@ -228,6 +232,21 @@ class ConnectorDriver:
         except Exception as error:  # noqa: BLE001 - what ended in this sweep must not get lost
             sweep.error = error
         return sweep
+
+    def _enqueues(self, write: Write, sweep: Sweep) -> bool:
+        """False while the write has to wait for what it is to bring."""
+        if (refusal := self._refusal(write)) is not None:
+            sweep.ended.append((write, Outcome.NOT_POSTED, refusal))
+            return True
+        try:
+            if write.is_ready is not None and not write.is_ready():
+                return False
+        except Exception as error:  # noqa: BLE001 - its owner must hear of it; nothing was sent
+            failure = _unforeseen("asking for the step's progress", error)
+            sweep.ended.append((write, Outcome.NOT_POSTED, failure))
+            return True
+        self._queues.setdefault(write.peer, deque()).append(write)
+        return True
 
     def _post_queue(self, peer: PeerName, sweep: Sweep) -> None:
         """Posts in order while the window has room; a sweep never posts more than a window."""
@@ -263,7 +282,8 @@ class ConnectorDriver:
                 else write.notification()
             )
         except Exception as error:  # noqa: BLE001 - its owner must hear of it; nothing was sent
-            sweep.ended.append((write, Outcome.NOT_POSTED, _unforeseen("notification", error)))
+            failure = _unforeseen("making the notification", error)
+            sweep.ended.append((write, Outcome.NOT_POSTED, failure))
             return False
         # Making the notification may read every byte of the blocks: time for all to have ended.
         if (refusal := self._refusal(write)) is not None:
@@ -275,7 +295,9 @@ class ConnectorDriver:
             sweep.ended.append((write, Outcome.NOT_POSTED, error))
             return False
         except Exception as error:  # noqa: BLE001 - a foreign library: assume the worst
-            sweep.ended.append((write, Outcome.FAILED, _unforeseen("post_write", error)))
+            sweep.ended.append(
+                (write, Outcome.FAILED, _unforeseen("the connector's post_write", error))
+            )
             return False
         sweep.num_posted += 1
         return True
@@ -288,7 +310,7 @@ class ConnectorDriver:
                 return False
             self._connector.release(write.handle)
         except Exception as error:  # noqa: BLE001 - a foreign library: its owner must hear of it
-            sweep.ended.append((write, Outcome.FAILED, _unforeseen("poll", error)))
+            sweep.ended.append((write, Outcome.FAILED, _unforeseen("the connector's poll", error)))
             return True
         if state is WriteState.DONE:
             sweep.ended.append((write, Outcome.DONE, None))
@@ -303,4 +325,4 @@ def _fits(write: Write, used: int) -> bool:
 
 
 def _unforeseen(call: str, error: Exception) -> TransferError:
-    return TransferError(f"the connector's {call} raised {error!r}", stage="transfer")
+    return TransferError(f"{call} raised {error!r}", stage="transfer")

@@ -51,6 +51,10 @@ class Notification:
     flags: Flags = Flags.NONE
     checksums: tuple[int, ...] = ()
 
+    @property
+    def layers(self) -> range:
+        return range(self.layer_first, self.layer_last + 1)
+
     def checked(self, checksums: tuple[int, ...]) -> Notification:
         return replace(self, flags=self.flags | Flags.CHECKED, checksums=checksums)
 

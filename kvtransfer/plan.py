@@ -92,17 +92,23 @@ def first_needed(layout: KvLayout, num_tokens: int) -> Tokens:
 
 
 def plan_copies(
-    source: Side, target: Side, tokens: range, needed_from: Tokens | None = None
+    source: Side,
+    target: Side,
+    tokens: range,
+    needed_from: Tokens | None = None,
+    layers: range | None = None,
 ) -> Copies:
-    """Copies that bring the KV of ``tokens`` from ``source`` to ``target``, in token order.
+    """Copies that bring the KV of ``tokens`` in ``layers`` (None = all) from ``source`` to
+    ``target``, in token order.
 
     Tokens of the target before ``tokens`` are not touched; what the slots behind them in the last
     block hold afterwards is undefined. ``needed_from`` [L] (see ``first_needed``): for a layer of
     which a target block holds only earlier tokens the block is not moved.
 
     Raises LayoutMismatchError as check_plannable does, and ValueError when a side's blocks do not
-    hold the tokens.
+    hold the tokens or a layer is not there.
     """
+    layers = _checked_layers(target.layout, layers)
     heads = _planned_heads(source.layout, target.layout)
     _check_holds(source, tokens)
     _check_holds(target, tokens)
@@ -112,13 +118,14 @@ def plan_copies(
     is_alike = source.layout.block_size == size and tokens.start % size == 0
     grain = _grain(source.layout, target.layout, heads, is_alike, needed_from is not None)
     if grain is _Grain.BLOCK:
-        return _whole_blocks(source, target, blocks_of(tokens, size))
+        return _whole_blocks(source, target, blocks_of(tokens, size), layers)
     starts, lengths = _block_starts(tokens, size) if is_alike else _pieces(source, target, tokens)
-    columns = [_offsets(side, starts, heads, grain) for side in (source, target)]  # [P, L, K]
+    columns = [_offsets(side, starts, heads, grain, layers) for side in (source, target)]
+    # Both [P, L, K]; the third is broadcast to that.
     columns.append(np.broadcast_to(_sizes(target, lengths, heads, grain), columns[0].shape))
     if needed_from is not None:
         block_ends = (starts // size + 1) * size
-        moves = block_ends[:, None] > needed_from  # [P, L]
+        moves = block_ends[:, None] > needed_from[layers.start : layers.stop]  # [P, L]
         columns = [column[moves] for column in columns]
     return joined(*(column.ravel() for column in columns))
 
@@ -154,12 +161,22 @@ def _check_holds(side: Side, tokens: range) -> None:
         )
 
 
-def _whole_blocks(source: Side, target: Side, blocks: range) -> Copies:
-    """Both sides' blocks are alike: pieces and parts need not be looked at."""
-    num_bytes = source.layout.block_bytes
-    sizes = np.full(len(blocks), num_bytes, dtype=np.int64)
+def _checked_layers(layout: KvLayout, layers: range | None) -> range:
+    if layers is None:
+        return range(layout.num_layers)
+    if layers.step != 1 or not 0 <= layers.start < layers.stop <= layout.num_layers:
+        raise ValueError(f"{layers} of {layout.num_layers} layers")
+    return layers
+
+
+def _whole_blocks(source: Side, target: Side, blocks: range, layers: range) -> Copies:
+    """Both sides' blocks are alike: pieces and parts need not be looked at. Neighbouring layers of
+    a block lie side by side."""
+    block_bytes, layer_bytes = source.layout.block_bytes, source.layout.layer_bytes
+    first = layers.start * layer_bytes
+    sizes = np.full(len(blocks), len(layers) * layer_bytes, dtype=np.int64)
     source_ids, target_ids = _ids_of(source, blocks), _ids_of(target, blocks)
-    return joined(source_ids * num_bytes, target_ids * num_bytes, sizes)
+    return joined(source_ids * block_bytes + first, target_ids * block_bytes + first, sizes)
 
 
 def _ids_of(side: Side, blocks: range) -> Rows:
@@ -193,24 +210,24 @@ def _grain(
     return _Grain.LAYER if is_by_layer else _Grain.BLOCK
 
 
-def _offsets(side: Side, starts: Tokens, heads: range, grain: _Grain) -> Rows:
+def _offsets(side: Side, starts: Tokens, heads: range, grain: _Grain, layers: range) -> Rows:
     """[P, L, K]: where each copy of each piece begins in the side's store; K is 1 where one copy
     takes all of a layer."""
     layout, size = side.layout, side.layout.block_size
     blocks = np.asarray(side.block_ids, dtype=np.int64)[(starts - side.first_token) // size]
     pieces = blocks * layout.block_bytes + starts % size * layout.vector_bytes
-    return pieces[:, None, None] + _parts(layout, heads, grain)
+    return pieces[:, None, None] + _parts(layout, heads, grain, layers)
 
 
-def _parts(layout: KvLayout, heads: range, grain: _Grain) -> Rows:
-    """[L, K]: offsets within a block, for grains below BLOCK."""
-    layers = np.arange(layout.num_layers, dtype=np.int64)[:, None] * layout.layer_bytes
+def _parts(layout: KvLayout, heads: range, grain: _Grain, layers: range) -> Rows:
+    """[L, K]: offsets within a block, for grains below BLOCK; L are the layers asked for."""
+    firsts = np.array(layers, dtype=np.int64)[:, None] * layout.layer_bytes
     if grain is _Grain.LAYER:
-        return layers
+        return firsts
     planes = np.arange(layout.num_planes, dtype=np.int64) * layout.layer_kv_bytes
     own = np.arange(heads.start, heads.stop if grain is _Grain.HEAD else heads.start + 1)
     in_plane = (own - layout.heads.start) * layout.block_size * layout.vector_bytes
-    return layers + (planes[:, None] + in_plane).reshape(1, -1)
+    return firsts + (planes[:, None] + in_plane).reshape(1, -1)
 
 
 def _sizes(target: Side, lengths: Tokens, heads: range, grain: _Grain) -> Rows:

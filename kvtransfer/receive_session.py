@@ -211,7 +211,7 @@ class ReceiveSession:
         size = self._layout.block_size
         tokens = self.ticket.tokens_of(note.first_block, note.first_block + note.num_blocks, size)
         side = Side(self._layout, self.ticket.target_block_ids, self.ticket.first_block * size)
-        return BlockCheck(side, tokens, note.checksums)
+        return BlockCheck(side, tokens, note.layers, note.checksums)
 
     def accept(self, note: Notification, num_corrupt: int = 0) -> Ignored | None:
         """A notification from the right peer; ``num_corrupt`` of its blocks are not what was sent.
@@ -308,8 +308,7 @@ class ReceiveSession:
         layers = _layer_bits(note)
         for index in range(note.first_block, note.first_block + note.num_blocks):
             self._layers_present[index] |= layers
-        num_layers = note.layer_last - note.layer_first + 1
-        self.num_bytes += note.num_blocks * num_layers * self._layout.layer_bytes
+        self.num_bytes += note.num_blocks * len(note.layers) * self._layout.layer_bytes
 
     def _learn_num_chunks(self, num_chunks: int) -> None:
         known = self._num_chunks

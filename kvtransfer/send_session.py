@@ -37,6 +37,9 @@ from isthmus.kvtransfer.plan import Side, blocks_of, plan_copies, shared_heads
 
 # Bounds what a notification carries and how many copies one write is made of.
 MAX_WRITE_BLOCKS = 512
+# Of a write that is made while its step still runs. Within a machine a write is a copy by this
+# process: a short one leaves memory and cores to the step, and lets other sessions' writes between.
+MAX_EARLY_WRITE_BYTES = 4 * 2**20
 
 
 class SendState(Enum):
@@ -74,6 +77,15 @@ class Route:
     read: BlockReader | None = None  # of the source's blocks; needed for checksums
 
 
+@dataclass(frozen=True, slots=True)
+class LayerPart:
+    """Some layers of the blocks of a push. With ``is_ready`` they are still being computed: nothing
+    of them is read before it says True, on the connector's thread."""
+
+    layers: range
+    is_ready: Callable[[], bool] | None = None
+
+
 class SendHost(Protocol):
     """The manager, as a session sees it."""
 
@@ -107,7 +119,7 @@ class SendSession:
         self._host = host
         self._quarantine_ns = quarantine_ns
         self._ended_ns = expires_ns
-        self._next_index = 0
+        self._next_index = [0] * route.source.num_layers  # the first block not pushed, a layer
         self._num_open_writes = 0
         self._may_still_land = False
         self._ended = asyncio.Event()
@@ -126,8 +138,8 @@ class SendSession:
         return self._error
 
     @property
-    def target_block_size(self) -> int:
-        return self._route.target.block_size
+    def target_layout(self) -> KvLayout:
+        return self._route.target
 
     @property
     def is_quiet(self) -> bool:
@@ -142,11 +154,12 @@ class SendSession:
         source_block_ids: Sequence[BlockId],
         is_last: bool,
         num_blocks: int | None = None,
+        part: LayerPart | None = None,
     ) -> None:
-        """Writes ``num_blocks`` target blocks from ``ticket.target_block_ids[first_index]`` on, in
-        one or more chunks. ``source_block_ids`` hold their tokens (see ``source_blocks``): as many
-        where both sides' blocks are of one size. Pushes come in order without gaps; the last one
-        ends at the ticket's end.
+        """Writes ``num_blocks`` target blocks from ``ticket.target_block_ids[first_index]`` on, all
+        their layers or a ``part`` of them, in one or more chunks. ``source_block_ids`` hold their
+        tokens (see ``source_blocks``): as many where both sides' blocks are of one size. Pushes of
+        a layer come in order without gaps; the last push completes the ticket.
 
         Raises what ended the session when it has ended, and ValueError for a push that breaks the
         order or names a block that is not there.
@@ -155,16 +168,21 @@ class SendSession:
             raise self._error
         num_blocks = len(source_block_ids) if num_blocks is None else num_blocks
         end = first_index + num_blocks
-        self._check_push(first_index, end, source_block_ids, is_last)
+        part = part or LayerPart(range(self._route.source.num_layers))
+        self._check_push(first_index, end, source_block_ids, part.layers)
+        next_index = [*self._next_index]
+        next_index[part.layers.start : part.layers.stop] = [end] * len(part.layers)
+        if is_last != (min(next_index) == self.ticket.num_blocks):
+            raise ValueError(f"is_last={is_last} at block {end} of {self.ticket.num_blocks}")
+        self._next_index = next_index
         if self._state is SendState.CONNECTED:
             self._state = SEND_TRANSITIONS.check(self._state, SendState.STREAMING)
         if is_last:
             self._state = SEND_TRANSITIONS.check(self._state, SendState.DRAINING_NIC)
-        self._next_index = end
         first_token = self.source_blocks(first_index, end).start * self._route.source.block_size
         source = Side(self._route.source, source_block_ids, first_token)
-        for start, stop in self._chunks(first_index, end):
-            self._push_chunk(start, stop, source, is_last=is_last and stop == end)
+        for start, stop in self._chunks(first_index, end, part):
+            self._push_chunk(start, stop, source, part, is_last=is_last and stop == end)
 
     def source_blocks(self, first_index: int, stop_index: int) -> range:
         """Which blocks of the sequence hold, on this side, the tokens of the ticket's target blocks
@@ -206,7 +224,7 @@ class SendSession:
         self._end(
             SendState.EXPIRED,
             TransferTimeoutError(
-                f"{self._next_index} of {self.ticket.num_blocks} blocks pushed, "
+                f"{min(self._next_index)} of {self.ticket.num_blocks} blocks pushed, "
                 f"{self._num_open_writes} writes unfinished at the deadline",
                 stage="transfer",
                 instance_id=self.ticket.target.instance_id,
@@ -229,16 +247,18 @@ class SendSession:
     # --- inside --------------------------------------------------------------------------------
 
     def _check_push(
-        self, first_index: int, end: int, block_ids: Sequence[BlockId], is_last: bool
+        self, first_index: int, end: int, block_ids: Sequence[BlockId], layers: range
     ) -> None:
         if self._state is SendState.DRAINING_NIC or self._state is SendState.DONE:
             raise ValueError("push after the last push")
-        if first_index != self._next_index:
-            raise ValueError(f"push at block {first_index}, expected {self._next_index}")
+        num_layers = len(self._next_index)
+        if not 0 <= layers.start < layers.stop <= num_layers or layers.step != 1:
+            raise ValueError(f"push of {layers} of {num_layers} layers")
+        expected = set(self._next_index[layers.start : layers.stop])
+        if expected != {first_index}:
+            raise ValueError(f"push of {layers} at block {first_index}, expected {expected}")
         if not first_index < end <= self.ticket.num_blocks:
             raise ValueError(f"push of blocks [{first_index}, {end}) of {self.ticket.num_blocks}")
-        if is_last != (end == self.ticket.num_blocks):
-            raise ValueError(f"is_last={is_last} at block {end} of {self.ticket.num_blocks}")
         if len(block_ids) != len(self.source_blocks(first_index, end)):
             raise ValueError(
                 f"{len(block_ids)} source blocks for target blocks [{first_index}, {end})"
@@ -246,13 +266,16 @@ class SendSession:
         if not all(0 <= block < self._route.num_source_blocks for block in block_ids):
             raise ValueError(f"source blocks outside the store: {list(block_ids)}")
 
-    def _chunks(self, first_index: int, end: int) -> Iterator[tuple[int, int]]:
-        fitting = max(1, MAX_WRITE_BYTES // self._route.target.block_bytes)
+    def _chunks(self, first_index: int, end: int, part: LayerPart) -> Iterator[tuple[int, int]]:
+        most = MAX_WRITE_BYTES if part.is_ready is None else MAX_EARLY_WRITE_BYTES
+        fitting = max(1, most // (len(part.layers) * self._route.target.layer_bytes))
         per_chunk = min(fitting, MAX_WRITE_BLOCKS)
         for start in range(first_index, end, per_chunk):
             yield start, min(start + per_chunk, end)
 
-    def _push_chunk(self, first_index: int, end: int, source: Side, is_last: bool) -> None:
+    def _push_chunk(
+        self, first_index: int, end: int, source: Side, part: LayerPart, is_last: bool
+    ) -> None:
         size = self._route.target.block_size
         tokens = self.ticket.tokens_of(first_index, end, size)
         target = Side(
@@ -261,8 +284,8 @@ class SendSession:
         note = Notification(
             transfer_id=self.ticket.transfer_id,
             chunk=self.num_chunks,
-            layer_first=0,
-            layer_last=self._route.source.num_layers - 1,
+            layer_first=part.layers.start,
+            layer_last=part.layers.stop - 1,
             first_block=first_index,
             num_blocks=end - first_index,
             flags=Flags.LAST if is_last else Flags.NONE,
@@ -272,10 +295,11 @@ class SendSession:
         self._host.submit(
             Write(
                 peer=self._route.peer,
-                ops=plan_copies(source, target, tokens),
+                ops=plan_copies(source, target, tokens, layers=part.layers),
                 notification=self._sealed(note, source, tokens),
                 expires_ns=self.expires_ns,
                 owner=self,
+                is_ready=part.is_ready,
             )
         )
 
@@ -287,7 +311,7 @@ class SendSession:
             return note.encode()
         heads = shared_heads(source.layout, target)
         return lambda: note.checked(
-            block_checksums(read, source, tokens, target.block_size, heads)
+            block_checksums(read, source, tokens, target.block_size, heads, note.layers)
         ).encode()
 
     def _come_to_rest(self) -> None:

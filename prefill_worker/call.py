@@ -14,10 +14,14 @@ its writes is in flight, release the hold. Only then is the call settled.
 from __future__ import annotations
 
 import asyncio
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
 from enum import Enum
 
 from isthmus.common.clock import Clock
 from isthmus.common.errors import CancelledError, InternalError, IsthmusError
+from isthmus.common.layer_progress import LayerProgress
 from isthmus.common.prefill import (
     PrefillAccepted,
     PrefillChunkSent,
@@ -31,8 +35,8 @@ from isthmus.common.transfer import TransferTicket
 from isthmus.common.types import FinishReason, Request
 from isthmus.engine.core import EngineCore
 from isthmus.engine.types import SequenceUpdate
-from isthmus.kvtransfer.send_session import SendSession
-from isthmus.prefill_worker.chunk_feed import ChunkFeed
+from isthmus.kvtransfer.send_session import LayerPart, SendSession
+from isthmus.prefill_worker.chunk_feed import ChunkFeed, LayerSteps, Piece
 
 
 class CallState(Enum):
@@ -54,6 +58,19 @@ CALL_TRANSITIONS: Transitions[CallState] = Transitions(
 )
 
 
+@dataclass(frozen=True, slots=True)
+class _AreFinal:
+    """Whether the first ``stop`` layers of a piece are. A block may be begun by one step and filled
+    by the next, which runs even when the first has failed: so all steps are asked. Called on the
+    connector's thread."""
+
+    steps: tuple[LayerProgress, ...]
+    stop: int
+
+    def __call__(self) -> bool:
+        return all(step.num_final_layers >= self.stop for step in self.steps)
+
+
 class PrefillCall:
     """Lives on the event loop. ``updates`` is what the stream says next; None ends it."""
 
@@ -64,6 +81,7 @@ class PrefillCall:
         session: SendSession,
         engine: EngineCore,
         clock: Clock,
+        layers_per_push: int = 0,
     ) -> None:
         self.request = request
         self.ticket = ticket
@@ -74,10 +92,12 @@ class PrefillCall:
         self.updates: asyncio.Queue[PrefillUpdate | None] = asyncio.Queue()
         self._engine = engine
         self._clock = clock
-        # In blocks of the target, which may be of another size than the engine's.
+        target = session.target_layout  # its blocks may be of another size than the engine's
+        layers = LayerSteps(target.num_layers, target.layer_bytes, layers_per_push)
         self._feed = ChunkFeed(
-            len(request.token_ids), session.target_block_size, ticket.first_block
+            len(request.token_ids), target.block_size, ticket.first_block, layers
         )
+        self._under_way: deque[LayerProgress] = deque()  # of steps that have not landed
         self._timeline = Timeline()
         self._timeline.mark(Event.PREFILL_QUEUED, clock.now_ns())
         self._has_started = False
@@ -89,10 +109,23 @@ class PrefillCall:
 
     # --- from the engine -------------------------------------------------------------------------
 
-    def on_update(self, update: SequenceUpdate) -> None:
-        """What a step did: says so, and sends the blocks that are final now."""
+    def on_launch(self, num_tokens: int, progress: LayerProgress) -> None:
+        """A step has begun that computes the prompt up to ``num_tokens``: layers that it finishes
+        leave while it runs."""
         if self.state is not CallState.COMPUTING:
             return
+        self._under_way.append(progress)
+        steps = tuple(self._under_way)
+        for piece in self._feed.launch(num_tokens):
+            self._push(piece, _AreFinal(steps, piece.layers.stop))
+
+    def on_update(self, update: SequenceUpdate, ended_ns: int) -> None:
+        """What a step did, which ended at ``ended_ns`` (unix time): says so, and sends what is
+        final now."""
+        if self.state is not CallState.COMPUTING:
+            return
+        if self._under_way:
+            self._under_way.popleft()
         if update.error is not None or update.finish_reason is FinishReason.ERROR:
             self.fail(update.error or InternalError("the engine gave up", stage="prefill"))
             return
@@ -101,12 +134,12 @@ class PrefillCall:
             self._timeline.mark(Event.SCHEDULED, update.scheduled_ns)
             self.updates.put_nowait(PrefillAccepted(update.num_cached_tokens))
         if update.token_ids:
-            self._on_first_token(update)
+            self._on_first_token(update, ended_ns)
         if self.is_open:
-            self._push(update.num_computed_tokens)
+            self._on_landed(update.num_computed_tokens)
 
-    def _on_first_token(self, update: SequenceUpdate) -> None:
-        self._timeline.mark(Event.PREFILLED, self._clock.now_ns())
+    def _on_first_token(self, update: SequenceUpdate, ended_ns: int) -> None:
+        self._timeline.mark(Event.PREFILLED, ended_ns)
         self.updates.put_nowait(
             PrefillFirstToken(
                 token_id=update.token_ids[0],
@@ -120,20 +153,25 @@ class PrefillCall:
         # A request that is over needs no KV on the other side: the rest is not sent.
         self._end(CallState.FINISHED if update.finish_reason else CallState.SENDING)
 
-    def _push(self, num_computed_tokens: int) -> None:
-        blocks = self._feed.take(num_computed_tokens)
-        if blocks is None:
+    def _on_landed(self, num_computed_tokens: int) -> None:
+        pieces = self._feed.land(num_computed_tokens)
+        for piece in pieces:
+            self._push(piece)
+        if pieces and self.is_open:
+            self.updates.put_nowait(PrefillChunkSent(self._num_chunks, num_computed_tokens))
+            self._num_chunks += 1
+
+    def _push(self, piece: Piece, is_ready: Callable[[], bool] | None = None) -> None:
+        if not self.is_open:
             return
         table = self._engine.block_table(self.request.request_id)
-        first, stop = (index - self.ticket.first_block for index in (blocks.first, blocks.stop))
+        first, stop = (index - self.ticket.first_block for index in (piece.first, piece.stop))
         own = self.session.source_blocks(first, stop)
+        part = LayerPart(piece.layers, is_ready)
         try:
-            self.session.push(first, table[own.start : own.stop], blocks.is_last, stop - first)
+            self.session.push(first, table[own.start : own.stop], piece.is_last, stop - first, part)
         except IsthmusError as error:
             self.fail(error)
-            return
-        self.updates.put_nowait(PrefillChunkSent(self._num_chunks, num_computed_tokens))
-        self._num_chunks += 1
 
     # --- ends ------------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ from isthmus.common.prefill import PrefillFailed, PrefillUpdate
 from isthmus.common.transfer import TransferTicket
 from isthmus.common.types import Request
 from isthmus.engine.admission import check_request
-from isthmus.engine.types import SequenceMode, StepOutput
+from isthmus.engine.types import SequenceMode, StepLaunch, StepOutput
 from isthmus.prefill_worker.call import PrefillCall
 from isthmus.worker.load_reporter import OutsideLoad
 from isthmus.worker.role import WorkerRuntime
@@ -99,7 +99,14 @@ class PrefillWorker:
         check_request(request, runtime.engine.max_model_len, runtime.engine.spec.vocab_size)
         self._check_ticket(request, ticket)
         session = runtime.transfers.open_send(ticket)
-        call = PrefillCall(request, ticket, session, runtime.engine, runtime.clock)
+        call = PrefillCall(
+            request,
+            ticket,
+            session,
+            runtime.engine,
+            runtime.clock,
+            runtime.config.transfer.layers_per_push,
+        )
         try:
             runtime.engine.add(request, SequenceMode.PREFILL_ONLY)
         except IsthmusError:
@@ -175,11 +182,17 @@ class PrefillWorker:
     def start(self) -> None:
         self._sweeper = asyncio.create_task(self._expire_holds(), name="hold-expiry")
 
+    def on_launch(self, launch: StepLaunch) -> None:
+        for request_id, num_tokens in launch.num_tokens.items():
+            call = self._calls.get(request_id)
+            if call is not None:
+                call.on_launch(num_tokens, launch.progress)
+
     def on_step(self, output: StepOutput) -> None:
         for update in output.updates:
             call = self._calls.get(update.request_id)
             if call is not None:
-                call.on_update(update)
+                call.on_update(update, output.ended_ns)
 
     def outside_load(self) -> OutsideLoad:
         return OutsideLoad(inflight_transfer_bytes=self._runtime.transfers.inflight_bytes)

@@ -6,6 +6,8 @@
                       │      │      └ call_soon_threadsafe, one a step
     event loop        └──────┴──────▶ on_step(StepOutput)
 
+and, when a step begins that computes what peers wait for, on_launch(StepLaunch) before its on_step.
+
 The thread runs ``EngineCore.step`` and nothing else. An exception from ``step`` is fatal: the state
 of the KV pool is unknown, so the process has to end and come back with a new epoch.
 """
@@ -19,7 +21,7 @@ from collections.abc import Callable
 from isthmus.common.clock import NS_PER_MS, Clock
 from isthmus.common.logging import get_logger
 from isthmus.engine.core import EngineCore
-from isthmus.engine.types import StepOutput
+from isthmus.engine.types import StepLaunch, StepOutput
 from isthmus.worker.threads import run_in_thread
 
 _IDLE_WAIT_S = 0.5
@@ -31,7 +33,7 @@ log = get_logger("engine_loop")
 
 
 class EngineLoop:
-    """Owns the engine thread. ``on_step`` and ``on_fatal`` run on the event loop."""
+    """Owns the engine thread. ``on_launch``, ``on_step`` and ``on_fatal`` run on the event loop."""
 
     def __init__(
         self,
@@ -39,11 +41,14 @@ class EngineLoop:
         clock: Clock,
         on_step: Callable[[StepOutput], None],
         on_fatal: Callable[[BaseException], None],
+        on_launch: Callable[[StepLaunch], None] | None = None,
     ) -> None:
         self._engine = engine
         self._clock = clock
         self._on_step = on_step
         self._on_fatal = on_fatal
+        if on_launch is not None:
+            engine.watch_launches(lambda launch: self._post(on_launch, launch))
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._is_stopping = threading.Event()

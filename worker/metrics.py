@@ -36,7 +36,7 @@ _EXPORTED = (
     metrics.TRANSFERS,
     metrics.TRANSFERS_OPEN,
     metrics.TRANSFER_BYTES,
-    metrics.TRANSFER_SECONDS,
+    metrics.KV_EXPOSED,
     metrics.CORRUPT_BLOCKS,
     metrics.PREFILL_FAILURES,
     metrics.NOTIFICATIONS_IGNORED,
@@ -81,7 +81,7 @@ class InstanceMetrics:
         self._computed = metrics.COMPUTED_PROMPT_TOKENS.labels(*self._labels)
         self._preempted = metrics.PREEMPTIONS.labels(*self._labels)
         self._aborted = metrics.ABORTED.labels(*self._labels)
-        self._exposed = metrics.TRANSFER_SECONDS.labels(*self._labels)
+        self._exposed = metrics.KV_EXPOSED.labels(*self._labels)
         self._expired = metrics.HOLD_EXPIRED.labels(*self._labels)
         self._corrupt = metrics.CORRUPT_BLOCKS.labels(*self._labels, connector)
         self._bind_gauges(engine)
@@ -119,7 +119,7 @@ class InstanceMetrics:
         metrics.PREFILL_FAILURES.labels(*self._labels, remedy, reason).inc()
 
     def kv_ready(self, exposed_s: float) -> None:
-        """``exposed_s``: from the first token until the KV was complete."""
+        """``exposed_s``: from the end of the last prefill step until the KV was complete."""
         self._exposed.observe(exposed_s)
 
     def bind_sessions(self, sessions_by_state: Callable[[], dict[str, int]]) -> None:

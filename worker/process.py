@@ -227,6 +227,7 @@ class _Worker:
             self._clock,
             on_step,
             on_fatal=lambda error: self._stop.fail(f"engine: {error}"),
+            on_launch=role.on_launch,
         )
         health = add_services(server, runtime, role, self._stop, parts.service_name)
         self._stack.push_async_callback(engine_loop.stop)

@@ -11,7 +11,7 @@ from isthmus.common.config import ClusterConfig
 from isthmus.common.ids import InstanceId
 from isthmus.common.types import InstanceRef
 from isthmus.engine.core import EngineCore
-from isthmus.engine.types import StepOutput
+from isthmus.engine.types import StepLaunch, StepOutput
 from isthmus.kvtransfer.manager import TransferManager
 from isthmus.worker.kv_event_log import KvEventLog
 from isthmus.worker.lifecycle import Lifecycle
@@ -57,6 +57,10 @@ class RoleWorker(Protocol):
     """The part of a worker that differs between roles. All methods run on the event loop."""
 
     def start(self) -> None: ...
+
+    def on_launch(self, launch: StepLaunch) -> None:
+        """A step has begun that computes for PREFILL_ONLY sequences; ``on_step`` follows."""
+        ...
 
     def on_step(self, output: StepOutput) -> None: ...
 

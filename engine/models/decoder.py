@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import torch
 
+from isthmus.common.layer_progress import LayerMarks
 from isthmus.engine.models.config import DecoderConfig
 from isthmus.engine.models.parallel import Parallel
 from isthmus.engine.models.types import ForwardBatch, ModelSpec
@@ -45,7 +46,9 @@ class Decoder:
         self._fused = self._fuse() if parallel.is_whole else None
 
     @torch.inference_mode()
-    def forward(self, batch: ForwardBatch, kv: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, batch: ForwardBatch, kv: torch.Tensor, marks: LayerMarks | None = None
+    ) -> torch.Tensor:
         """Logits float32 ``[K, V]`` of the rows in ``logits_index``; K may be 0.
 
         Of several ranks only the leader's are whole."""
@@ -55,11 +58,11 @@ class Decoder:
             batch.input_ids, weights.embedding, self._activation_dtype
         )
         if self._fused is not None:
-            return self._fused(residual, batch, kv)
+            return self._fused(residual, batch, kv, marks)
         normed = kernels.rms_norm(residual, weights.layers[0].attention_norm, eps)
         last = len(weights.layers) - 1
         for index, layer in enumerate(weights.layers):
-            attended = self._attend(layer, index, normed, batch, kv)  # [T, H·D]
+            attended = self._attend(layer, index, normed, batch, kv, marks)  # [T, H·D]
             if index == last:  # KV is complete: only rows that need logits go on, [K, …]
                 attended = attended[batch.logits_index]
                 residual = residual[batch.logits_index]
@@ -93,6 +96,7 @@ class Decoder:
         x: torch.Tensor,  # [T, E]
         batch: ForwardBatch,
         kv: torch.Tensor,
+        marks: LayerMarks | None,
     ) -> torch.Tensor:
         config, kernels = self._config, self._kernels
         heads, kv_heads, head_dim = self.spec.num_heads, self.spec.num_kv_heads, config.head_dim
@@ -106,6 +110,8 @@ class Decoder:
         kernels.rope_and_cache(
             q, k, v, self._cos_sin, batch.positions, kv, index, batch.slot_mapping
         )
+        if marks is not None:
+            marks.mark(index + 1)
         return kernels.paged_attention(
             q,
             kv,

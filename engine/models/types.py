@@ -12,6 +12,8 @@ from typing import Protocol
 
 import torch
 
+from isthmus.common.layer_progress import LayerMarks
+
 
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
@@ -54,7 +56,10 @@ class ModelSpec:
 class LanguageModel(Protocol):
     spec: ModelSpec
 
-    def forward(self, batch: ForwardBatch, kv: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, batch: ForwardBatch, kv: torch.Tensor, marks: LayerMarks | None = None
+    ) -> torch.Tensor:
         """Writes K/V of the scheduled tokens into ``kv`` [N, L, 2, G, B, D] at ``slot_mapping``
-        and returns logits float32 [K, V]."""
+        and returns logits float32 [K, V]. ``marks`` learns of each layer when all its K/V is
+        written, before the next one begins."""
         ...

@@ -74,7 +74,7 @@ class StepParts(ctypes.Structure):
         *(("attention", AttentionParts), ("rope", RopeParts)),
         *((name, c_void_p) for name in ("hidden", "logits_index", "kv")),
         *((name, c_int64) for name in ("layer_bytes", "num_tokens", "num_logits")),
-        *((name, c_void_p) for name in ("workspace", "logits")),
+        *((name, c_void_p) for name in ("workspace", "logits", "num_final_layers")),
     )
 
 

@@ -39,6 +39,7 @@ struct StepParts {
   int64_t num_tokens, num_logits;
   float* workspace;  // of workspace_size floats
   float* logits;     // [K, V]
+  int64_t* num_final_layers;  // null, or where to tell how many layers have all their KV
 };
 
 namespace {
@@ -138,8 +139,16 @@ class Step {
       if (layer.key_norm != nullptr) norm_heads(k + row * stride, layer.key_norm, rope.num_kv_heads);
       rope_and_cache(rope, q, k + row * stride, v + row * stride, row, kv);
     });
+    tell_final_layers(index + 1);
     run_attention(team_, parts_.attention, buffers_.projected, stride, kv, layer.window,
                   buffers_.attended);
+  }
+
+  // All members have met behind the last write of this layer's KV, and none gets to the next layer
+  // before all are here: whoever stores, the count grows, behind what it speaks of.
+  void tell_final_layers(int64_t count) {
+    if (parts_.num_final_layers != nullptr)
+      __atomic_store_n(parts_.num_final_layers, count, __ATOMIC_RELEASE);
   }
 
   void norm_heads(float* heads, const float* norm, int64_t count) const {

@@ -16,6 +16,7 @@ from isthmus.kernels.cpu.binding import NO_WINDOW, DecoderParts, LayerParts, Lib
 from isthmus.kernels.cpu.parts import attention_parts, layer_address, linear_parts, rope_parts
 
 if TYPE_CHECKING:
+    from isthmus.common.layer_progress import LayerMarks
     from isthmus.kernels.decoder import DecoderLayer, DecoderTensors, StepTensors
 
 
@@ -37,7 +38,13 @@ class CpuDecoderStep:
             num_threads=num_threads,
         )
 
-    def __call__(self, hidden: torch.Tensor, step: StepTensors, kv: torch.Tensor) -> torch.Tensor:
+    def __call__(
+        self,
+        hidden: torch.Tensor,
+        step: StepTensors,
+        kv: torch.Tensor,
+        marks: LayerMarks | None = None,
+    ) -> torch.Tensor:
         decoder = self._decoder
         num_tokens, num_logits = hidden.shape[0], step.logits_index.shape[0]
         assert hidden.dtype == torch.float32
@@ -67,6 +74,7 @@ class CpuDecoderStep:
             num_logits=num_logits,
             workspace=workspace.data_ptr(),
             logits=logits.data_ptr(),
+            num_final_layers=None if marks is None else marks.address,
         )
         self._library.decoder_step(ctypes.byref(self._parts), ctypes.byref(parts))
         return logits

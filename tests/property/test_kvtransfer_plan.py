@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -151,29 +152,38 @@ def transfers(draw: st.DrawFn) -> tuple[Instance, Instance, range]:
 
 
 def copy_all(
-    source: Instance, target: Instance, tokens: range, stores: list[Bytes], windowed: bool
+    source: Instance,
+    target: Instance,
+    tokens: range,
+    stores: list[Bytes],
+    windowed: bool,
+    layer_cuts: set[int],
 ) -> list[Bytes]:
-    """The target's stores after every pair of ranks has carried out its plan."""
+    """The target's stores after every pair of ranks has carried out its plans, one for the layers
+    between any two neighbouring cuts."""
+    num_layers = target.ranks[0].num_layers
+    edges = sorted({0, num_layers} | {cut for cut in layer_cuts if cut < num_layers})
     results = target.stores()
     needed = first_needed(target.ranks[0], tokens.stop) if windowed else None
     written = [np.zeros(store.size, dtype=np.int64) for store in results]
     for s, store in enumerate(stores):
         for t, result in enumerate(results):
             flat, raw = result.reshape(-1), store.reshape(-1)
-            for op in plan_copies(source.side(s), target.side(t), tokens, needed):
-                end = op.target_offset + op.num_bytes
-                flat[op.target_offset : end] = raw[
-                    op.source_offset : op.source_offset + op.num_bytes
-                ]
-                written[t][op.target_offset : end] += 1
+            for layers in itertools.starmap(range, pairwise(edges)):
+                for op in plan_copies(source.side(s), target.side(t), tokens, needed, layers):
+                    end = op.target_offset + op.num_bytes
+                    flat[op.target_offset : end] = raw[
+                        op.source_offset : op.source_offset + op.num_bytes
+                    ]
+                    written[t][op.target_offset : end] += 1
     assert all(counts.max(initial=0) <= 1 for counts in written), "a byte was written twice"
     return results
 
 
-@given(transfers(), st.booleans())
+@given(transfers(), st.booleans(), st.sets(st.integers(1, 2)))
 @settings(max_examples=150, deadline=None)
 def test_every_token_lands_whole_on_every_rank(
-    transfer: tuple[Instance, Instance, range], windowed: bool
+    transfer: tuple[Instance, Instance, range], windowed: bool, layer_cuts: set[int]
 ) -> None:
     source, target, tokens = transfer
     like = source.ranks[0]
@@ -185,7 +195,7 @@ def test_every_token_lands_whole_on_every_rank(
             source.vectors(store, token)[:] = kv[token][
                 :, :, layout.heads.start : layout.heads.stop
             ]
-    results = copy_all(source, target, tokens, stores, windowed)
+    results = copy_all(source, target, tokens, stores, windowed, layer_cuts)
 
     needed = first_needed(like, tokens.stop) if windowed else np.zeros(like.num_layers)
     for layout, result in zip(target.ranks, results, strict=True):

@@ -38,11 +38,11 @@ class GatedModel(TinyModel):
         self.gate.set()
         self.num_held = 0
 
-    def forward(self, batch, kv):  # type: ignore[no-untyped-def]
+    def forward(self, batch, kv, marks=None):  # type: ignore[no-untyped-def]
         if not self.gate.is_set():
             self.num_held += 1
             self.gate.wait(30)
-        return super().forward(batch, kv)
+        return super().forward(batch, kv, marks)
 
 
 class LocalWorker:

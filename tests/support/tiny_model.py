@@ -14,6 +14,7 @@ import torch
 
 from isthmus.common.clock import Clock, VirtualClock
 from isthmus.common.config import EngineConfig
+from isthmus.common.layer_progress import LayerMarks
 from isthmus.engine.core import EngineCore
 from isthmus.engine.models.types import ForwardBatch, ModelSpec
 from isthmus.engine.runners import RunnerOf, make_runner
@@ -74,8 +75,11 @@ class TinyModel:
         self.fail_next = 0
         self.poison_token: int | None = None  # makes logits NaN wherever it is the input
         self.before_forward: Callable[[], None] | None = None
+        self.after_layer: Callable[[int], None] = lambda layer: None  # its KV is marked as final
 
-    def forward(self, batch: ForwardBatch, kv: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, batch: ForwardBatch, kv: torch.Tensor, marks: LayerMarks | None = None
+    ) -> torch.Tensor:
         self.forward_sizes.append(len(batch.input_ids))
         if self.before_forward is not None:
             hook, self.before_forward = self.before_forward, None
@@ -86,6 +90,9 @@ class TinyModel:
         hidden = self._embedding[batch.input_ids] + self._positions[batch.positions]  # [T, E]
         for layer in range(_NUM_LAYERS):
             hidden = hidden + self._attention(layer, hidden, batch, kv)
+            if marks is not None:
+                marks.mark(layer + 1)
+            self.after_layer(layer)
         logits = hidden[batch.logits_index] @ self._head  # [K, V]
         if self.poison_token is not None:
             logits[batch.input_ids[batch.logits_index] == self.poison_token] = torch.nan

@@ -19,6 +19,7 @@ from isthmus.common.clock import SystemClock
 from isthmus.common.cluster import Role
 from isthmus.common.config import ClusterConfig, ModelConfig
 from isthmus.common.ids import InstanceId
+from isthmus.common.layer_progress import LayerMarks
 from isthmus.engine.core import EngineCore
 from isthmus.engine.models.loader import load_model
 from isthmus.engine.models.shard import Split
@@ -84,7 +85,9 @@ class RankedModel:
     def spec(self) -> ModelSpec:
         return self.models[0].spec
 
-    def forward(self, batch: ForwardBatch, kv: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, batch: ForwardBatch, kv: torch.Tensor, marks: LayerMarks | None = None
+    ) -> torch.Tensor:
         if not self.kv_of:
             for model in self.models:
                 shape = (*kv.shape[:3], model.spec.num_kv_heads, *kv.shape[4:])

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import pytest
 import torch
 
+from isthmus.common.layer_progress import LayerCounter
 from isthmus.kernels import Kernels, PackedLinear, reference, select
 from isthmus.kernels.decoder import DecoderTensors, fuse
 from isthmus.kernels.types import Quantization
@@ -171,6 +173,30 @@ def test_a_step_without_logits_still_writes_kv() -> None:
     nothing = replace(step, logits_index=torch.empty(0, dtype=torch.int64))
     assert fused(hidden.clone(), nothing, kv).shape == (0, VOCAB)
     assert torch.equal(kv, expected_kv)
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_layers_that_a_running_step_calls_final_stay_as_they_are(num_threads: int) -> None:
+    windows: list[int | None] = [None] * 24
+    tensors = decoder(select("cpu", 1, "cpu"), has_head_norms=False, windows=windows)
+    fused = fuse(select("cpu", num_threads, "cpu"), tensors)
+    assert fused is not None
+    inputs, num_blocks = steps()
+    kv = new_kv(num_blocks, len(windows))
+    counter = LayerCounter()
+    seen: list[tuple[int, torch.Tensor]] = []
+    with ThreadPoolExecutor(1) as pool:
+        (hidden, step), *_ = inputs
+        running = pool.submit(fused, hidden, step, kv, counter)
+        while not running.done():
+            count = counter.num_final_layers
+            if count > (seen[-1][0] if seen else 0):
+                seen.append((count, kv[:, :count].clone()))
+        running.result()
+    assert counter.num_final_layers == len(windows)
+    assert [count for count, _ in seen] == sorted({count for count, _ in seen})
+    for count, layers in seen:
+        assert torch.equal(layers, kv[:, :count])
 
 
 def test_the_reference_runs_op_by_op() -> None:

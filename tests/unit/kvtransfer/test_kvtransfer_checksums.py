@@ -53,14 +53,15 @@ def test_both_sides_compute_the_same_however_blocks_and_heads_are_cut(
     target = Side(receiver, blocks(*range(1, 8)), first_token=16)
     here, there = memory_of(source.layout, 13, 1), memory_of(target.layout, 9, 2)
     heads = shared_heads(source.layout, target.layout)
+    layers = range(1, LAYOUT.num_layers)
 
     def sums(side: Side, memory: np.ndarray) -> tuple[int, ...]:
         num_blocks = memory.nbytes // side.layout.block_bytes
         read = host_reader(region_of(memory), side.layout, num_blocks)
-        return block_checksums(read, side, tokens, target_size, heads)
+        return block_checksums(read, side, tokens, target_size, heads, layers)
 
     before = sums(target, there)
-    for op in plan_copies(source, target, tokens):
+    for op in plan_copies(source, target, tokens, layers=layers):
         moved = here[op.source_offset : op.source_offset + op.num_bytes]
         there[op.target_offset : op.target_offset + op.num_bytes] = moved
     assert sums(target, there) == sums(source, here) != before
@@ -70,12 +71,12 @@ def test_both_sides_compute_the_same_however_blocks_and_heads_are_cut(
 def test_slots_behind_the_last_token_are_not_covered() -> None:
     memory = memory_of(LAYOUT, 2, 1)
     read = host_reader(region_of(memory), LAYOUT, 2)
-    side = Side(LAYOUT, blocks(1))
-    before = block_checksums(read, side, range(3), 4, LAYOUT.heads)
+    side, layers = Side(LAYOUT, blocks(1)), range(LAYOUT.num_layers)
+    before = block_checksums(read, side, range(3), 4, LAYOUT.heads, layers)
     read(blocks(1)[0])[:, :, :, 3] ^= 255
-    assert block_checksums(read, side, range(3), 4, LAYOUT.heads) == before
+    assert block_checksums(read, side, range(3), 4, LAYOUT.heads, layers) == before
     read(blocks(1)[0])[0, 0, 0, 2, 0] ^= 1
-    assert block_checksums(read, side, range(3), 4, LAYOUT.heads) != before
+    assert block_checksums(read, side, range(3), 4, LAYOUT.heads, layers) != before
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -143,6 +143,51 @@ async def test_session_that_ends_while_its_notification_is_made_sends_nothing(
     rig.driver.submit(write)
     assert await rig.ended() == [(write, Outcome.NOT_POSTED)]
     assert rig.connector.posted == []
+    assert await rig.driver.close(5)
+
+
+def unready(rig: Rig, is_ready: Callable[[], bool], expires_ns: int = 10**9) -> Write:
+    write = Write(PEER, (CopyOp(0, 0, SIZE),), b"n", expires_ns, rig.owner, is_ready)
+    rig.driver.submit(write)
+    return write
+
+
+async def test_a_write_waits_for_what_it_is_to_bring_and_holds_up_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig = Rig(monkeypatch, window=SIZE)
+    computed: list[bool] = []
+    write = unready(rig, lambda: bool(computed))
+    plain = rig.submit()
+    await rig.ended()
+    rig.connector.finish()
+    assert await rig.ended() == [(plain, Outcome.DONE)]
+    assert rig.connector.posted == [PEER]
+    assert rig.driver.num_open_writes == 1
+    computed.append(True)
+    await rig.ended()
+    assert rig.connector.posted == [PEER, PEER]
+    rig.connector.finish()
+    assert await rig.ended() == [(write, Outcome.DONE)]
+    assert await rig.driver.close(5)
+
+
+async def test_what_is_never_computed_is_never_posted(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(monkeypatch, window=SIZE)
+
+    def breaks() -> bool:
+        raise RuntimeError("the device is lost")
+
+    broken = unready(rig, breaks)
+    late = unready(rig, lambda: False, expires_ns=5)
+    unwanted = unready(rig, lambda: False)
+    assert await rig.ended() == [(broken, Outcome.NOT_POSTED)]
+    rig.clock.advance_ms(1)
+    assert await rig.ended() == [(late, Outcome.NOT_POSTED)]
+    rig.owner.is_open = False
+    assert await rig.ended() == [(unwanted, Outcome.NOT_POSTED)]
+    assert rig.connector.posted == []
+    assert rig.driver.num_open_writes == rig.driver.open_bytes == 0
     assert await rig.driver.close(5)
 
 

@@ -1,0 +1,238 @@
+"""A prompt's KV leaves layer by layer while later layers are computed: the answer is the one that a
+worker alone gives, whatever goes wrong between two layers, and nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from isthmus.common.cluster import InstanceInfo, Role
+from isthmus.common.config import ClusterConfig
+from isthmus.common.rpc import create_channel
+from isthmus.protos.v1 import instance_pb2, instance_pb2_grpc
+from tests.support.engine_driver import make_prompt
+from tests.support.gateway_stub import Answer, GatewayStub, make_request, wait_idle
+from tests.support.local_cluster import LocalCluster, LocalWorker, local_config
+from tests.support.poll import poll_until
+
+pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(120)]
+
+BLOCK, CHUNK = 4, 16
+PROMPT = make_prompt(60)  # four chunks, each leaves in two writes: a layer each
+
+
+def config_of(script: str = "", block_size: int = BLOCK, **engine: object) -> ClusterConfig:
+    pool = {
+        "engine": {
+            "block_size": block_size,
+            "num_blocks": 512 // block_size + 1,
+            "max_num_batched_tokens": CHUNK,
+            "max_num_seqs": 8,
+            "watermark": 0.0,
+            **engine,
+        }
+    }
+    transfer = {
+        "connector": "fake",
+        "fault_script": script,
+        "quarantine_ms": 200,
+        "layers_per_push": 1,
+    }
+    return local_config(prefill=pool, decode=pool, transfer=transfer)
+
+
+class Pair:
+    def __init__(self, prefill: LocalWorker, decode: LocalWorker, stream: GatewayStub) -> None:
+        self.prefill = prefill
+        self.decode = decode
+        self.stream = stream
+
+    @property
+    def infos(self) -> tuple[InstanceInfo, InstanceInfo]:
+        assert self.prefill.info is not None
+        assert self.decode.info is not None
+        return self.prefill.info, self.decode.info
+
+    async def submit(self, tokens: tuple[int, ...] = PROMPT, **sampling: object) -> Answer:
+        return await self.stream.submit(make_request(tokens, **sampling), self.infos[0])
+
+    async def run(self, tokens: tuple[int, ...] = PROMPT, **sampling: object) -> Answer:
+        return await (await self.submit(tokens, **sampling)).end()
+
+    async def alone(self, tokens: tuple[int, ...] = PROMPT, **sampling: object) -> list[int]:
+        request = make_request(tokens, cache_salt="alone", **sampling)
+        return (await self.stream.run(request, None)).tokens
+
+    async def sessions(self) -> dict[str, int]:
+        """Of the decode instance, by side and state."""
+        async with create_channel(self.infos[1].address) as channel:
+            stub = instance_pb2_grpc.InstanceServiceStub(channel)
+            reply = await stub.CheckIntegrity(instance_pb2.CheckIntegrityRequest(), timeout=10)
+            return dict(reply.sessions_by_state)
+
+
+class BetweenLayers:
+    """Holds the prefill instance's model behind one layer, its KV told as final."""
+
+    def __init__(self, worker: LocalWorker, layer: int) -> None:
+        self._layer = layer
+        self._may_go_on = threading.Event()
+        self.is_there = threading.Event()
+        worker.model.after_layer = self._after_layer
+
+    def _after_layer(self, layer: int) -> None:
+        if layer == self._layer:
+            self.is_there.set()
+            self._may_go_on.wait(60)
+
+    async def reached(self) -> None:
+        await poll_until(self.is_there.is_set, 30)
+
+    def release(self) -> None:
+        self._may_go_on.set()
+
+
+@asynccontextmanager
+async def start_pair(
+    prefill: ClusterConfig | None = None, decode: ClusterConfig | None = None
+) -> AsyncIterator[Pair]:
+    async with LocalCluster() as cluster:
+        source = await cluster.start(Role.PREFILL, "prefill-0", prefill or config_of())
+        target = await cluster.start(Role.DECODE, "decode-0", decode or config_of())
+        assert target.info is not None
+        async with GatewayStub(target.info) as stream:
+            yield Pair(source, target, stream)
+
+
+async def wait_receiving(pair: Pair) -> None:
+    """Until a write has arrived at the decode instance."""
+    async with asyncio.timeout(30):
+        while not (await pair.sessions()).get("receive:receiving"):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("async_scheduling", ["off", "on"])
+@pytest.mark.parametrize(("source", "target"), [(4, 4), (4, 16), (16, 4)])
+async def test_pair_equals_one_worker(source: int, target: int, async_scheduling: str) -> None:
+    prefill = config_of(block_size=source, async_scheduling=async_scheduling)
+    async with start_pair(prefill, config_of(block_size=target)) as pair:
+        for length in (1, 3, CHUNK - 1, CHUNK, CHUNK + 1, 150):
+            prompt = make_prompt(length, salt=length)
+            answer = await pair.run(prompt, max_tokens=6)
+            assert answer.finished is not None, answer.failed
+            assert answer.finished.local_reason == "none"
+            num_bytes = -(-length // target) * pair.infos[1].kv_layout.block_bytes
+            assert answer.finished.transferred_bytes == num_bytes
+            assert answer.tokens == await pair.alone(prompt, max_tokens=6), length
+        grown = (*make_prompt(150, salt=150), *make_prompt(9))  # a prefix that both have
+        assert (await pair.run(grown)).tokens == await pair.alone(grown)
+        await wait_idle(*pair.infos)
+
+
+async def test_a_layer_arrives_while_the_next_one_is_computed() -> None:
+    async with start_pair() as pair:
+        step = BetweenLayers(pair.prefill, 0)
+        answer = await pair.submit(make_prompt(8), max_tokens=5)
+        await step.reached()
+        await wait_receiving(pair)
+        assert answer.tokens == []
+        step.release()
+        await answer.end()
+        assert answer.tokens == await pair.alone(make_prompt(8), max_tokens=5)
+        await wait_idle(*pair.infos)
+
+
+async def test_a_request_that_ends_with_its_first_token_leaves_nothing() -> None:
+    async with start_pair() as pair:
+        answer = await pair.run(max_tokens=1)
+        assert answer.tokens == await pair.alone(max_tokens=1)
+        await wait_idle(*pair.infos)
+
+
+@pytest.mark.fault
+async def test_a_cancel_between_two_layers_leaves_nothing() -> None:
+    async with start_pair() as pair:
+        step = BetweenLayers(pair.prefill, 0)
+        answer = await pair.submit()
+        await step.reached()
+        await wait_receiving(pair)
+        await pair.stream.abort(answer)
+        await wait_idle(pair.infos[1])  # what was on its way has arrived: the sender says so
+        step.release()
+        await wait_idle(*pair.infos)
+        assert answer.tokens == []
+        pair.prefill.model.after_layer = lambda layer: None
+        assert (await pair.run()).tokens == await pair.alone()
+
+
+@pytest.mark.fault
+async def test_a_step_that_fails_between_two_layers_costs_only_latency() -> None:
+    async with start_pair() as pair:
+        received = threading.Event()
+
+        def fail(layer: int) -> None:
+            pair.prefill.model.after_layer = lambda layer: None
+            assert received.wait(60)
+            raise RuntimeError("the model broke")
+
+        pair.prefill.model.after_layer = fail
+        answer = await pair.submit(max_tokens=9)
+        await wait_receiving(pair)
+        received.set()
+        await answer.end()
+        assert answer.finished is not None, answer.failed
+        assert answer.finished.local_reason == "prefill_failed"
+        assert answer.tokens == await pair.alone(max_tokens=9)
+        await wait_idle(*pair.infos)
+
+
+@pytest.mark.fault
+async def test_an_instance_that_ends_between_two_layers_costs_only_latency() -> None:
+    async with start_pair() as pair:
+        step = BetweenLayers(pair.prefill, 0)
+        answer = await pair.submit(max_tokens=9)
+        await step.reached()
+        await wait_receiving(pair)
+        pair.prefill.stop.fail("test")
+        await answer.end()
+        step.release()
+        assert answer.finished is not None, answer.failed
+        assert answer.finished.local_reason == "prefill_failed"
+        assert answer.tokens == await pair.alone(max_tokens=9)
+        await wait_idle(pair.infos[1])
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize(
+    "fault", ["0:corrupt", "0:flip", "2:flip", "0:drop", "4:hang", "0:refuse", "2:fail"]
+)
+async def test_a_fault_of_one_layer_costs_only_latency(fault: str) -> None:
+    """Even writes bring the first layer, while the step runs."""
+    config = config_of(fault)
+    transfer = config.transfer.model_copy(update={"deadline_ms": 700})
+    decode = config_of().model_copy(update={"transfer": transfer})
+    async with start_pair(config, decode) as pair:
+        answer = await pair.run(max_tokens=9)
+        assert answer.finished is not None, answer.failed
+        assert answer.finished.local_reason == "prefill_failed"
+        assert answer.tokens == await pair.alone(max_tokens=9)
+        await wait_idle(pair.infos[1])
+        good = await pair.run(make_prompt(40, salt=2), max_tokens=5)
+        assert good.finished is not None
+        assert good.finished.local_reason == "none"
+        assert good.tokens == await pair.alone(make_prompt(40, salt=2), max_tokens=5)
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("fault", ["0:delay=30", "0:duplicate"])
+async def test_layers_may_come_late_and_twice(fault: str) -> None:
+    async with start_pair(config_of(fault)) as pair:
+        answer = await pair.run(max_tokens=9)
+        assert answer.finished is not None, answer.failed
+        assert answer.finished.local_reason == "none"
+        assert answer.tokens == await pair.alone(max_tokens=9)
+        await wait_idle(*pair.infos)
