@@ -17,7 +17,18 @@ import typer
 # there is nothing for gRPC to prepare, and it would say so on the terminal.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
-from isthmus.cli.commands import bench, chat, config, doctor, down, explain, scale, status, up
+from isthmus.cli.commands import (
+    bench,
+    chat,
+    config,
+    doctor,
+    down,
+    explain,
+    profile,
+    scale,
+    status,
+    up,
+)
 from isthmus.cli.options import Output
 from isthmus.cli.output import OutputFormat, print_error, print_json, stdout
 from isthmus.common.errors import IsthmusError
@@ -36,6 +47,7 @@ app.command("scale")(scale.scale)
 app.command("explain")(explain.explain)
 app.command("chat")(chat.chat)
 app.command("doctor")(doctor.doctor)
+app.command("profile")(profile.profile)
 app.add_typer(config.app, name="config")
 app.add_typer(bench.app, name="bench")
 

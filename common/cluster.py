@@ -45,7 +45,9 @@ class LatencyModel:
 
     prefill(u, c) = ``prefill_base + prefill_token·u + prefill_pair·(u·c + u²/2)`` for u uncached
     tokens after c cached ones; a decode step of b sequences that attend to K tokens in total takes
-    ``decode_base + decode_seq·b + decode_context·K``. The form is DistServe's (OSDI 2024, §4).
+    ``decode_base + decode_seq·b + decode_context·K``. The form is DistServe's (OSDI 2024, §4), as
+    is its second piece: from ``large_batch`` sequences on (0 = never) the ``large_…`` coefficients
+    take the place of the decode ones.
     """
 
     prefill_base: float = 5.0
@@ -54,12 +56,18 @@ class LatencyModel:
     decode_base: float = 20.0
     decode_seq: float = 1.0
     decode_context: float = 0.0
+    large_batch: int = 0
+    large_base: float = 0.0
+    large_seq: float = 0.0
+    large_context: float = 0.0
 
     def prefill_ms(self, uncached: int, cached: int = 0) -> float:
         pairs = uncached * cached + uncached * uncached / 2
         return self.prefill_base + self.prefill_token * uncached + self.prefill_pair * pairs
 
     def decode_step_ms(self, num_seqs: int, context_tokens: int) -> float:
+        if 0 < self.large_batch <= num_seqs:
+            return self.large_base + self.large_seq * num_seqs + self.large_context * context_tokens
         return self.decode_base + self.decode_seq * num_seqs + self.decode_context * context_tokens
 
 
@@ -95,6 +103,30 @@ class InstanceInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class StepTotals:
+    """Sums over the steps that an instance has finished in this epoch: what two reports differ by,
+    divided by the steps between them, is their mean step, which a linear model must explain.
+
+    ``prefill_…``: steps that computed prompt tokens, u of them after c: Σ u·c + u²/2 are the
+    ``pairs``; ``beside_…``: what decoded in the same steps. ``decode_…``: steps that only decoded.
+    """
+
+    prefill_steps: int = 0
+    prefill_tokens: int = 0
+    prefill_pairs: float = 0.0
+    beside_seqs: int = 0
+    beside_context: int = 0
+    prefill_ms: float = 0.0
+    decode_steps: int = 0
+    decode_seqs: int = 0
+    decode_context: int = 0
+    decode_ms: float = 0.0
+
+
+NO_STEPS = StepTotals()
+
+
+@dataclass(frozen=True, slots=True)
 class LoadReport:
     """A worker's own view of its load; ``seq`` grows with each report of one epoch."""
 
@@ -116,3 +148,4 @@ class LoadReport:
     inflight_transfer_bytes: int = 0
     step_ms: float = 0.0  # EWMA
     steps: int = 0  # finished steps: a progress check
+    totals: StepTotals = NO_STEPS  # measured steps; none = not measured

@@ -134,8 +134,17 @@ class TransferConfig(Node):
 
 
 class RouterConfig(Node):
-    policy: Literal["least_predicted_load", "round_robin", "least_loaded"] = Field(
-        "least_predicted_load", description="which pair of instances serves a request"
+    policy: Literal[
+        "goodput",
+        "least_predicted_load",
+        "round_robin",
+        "least_loaded",
+        "power_of_two",
+        "prefix_only",
+    ] = Field(
+        "least_predicted_load",
+        description="which pair of instances serves a request; goodput also decides when, and whom "
+        "overload leaves out",
     )
     mode: Literal["auto", "embedded", "process"] = Field(
         "auto",
@@ -157,6 +166,21 @@ class RouterConfig(Node):
         "deadline, else those that still wait are forgotten",
     )
     stale_load_ms: int = Field(2_000, ge=1, description="age after which a report is doubted")
+    ageing_ms: int = Field(
+        5_000,
+        ge=0,
+        description="wait of a request without a target, or behind it, after which it gets a share "
+        "of the work whatever has targets (goodput)",
+    )
+    max_held: int = Field(
+        4_096, ge=1, description="requests that wait in the router; more get 503 (goodput)"
+    )
+    exploration: float = Field(
+        0.01,
+        ge=0,
+        le=1,
+        description="share of decisions that go to any feasible pair, to learn of it (goodput)",
+    )
     breaker_failures: int = Field(3, ge=1, description="failures in a row that open a breaker")
     breaker_open_ms: int = Field(2_000, ge=1, description="pause before an instance is tried again")
 

@@ -97,6 +97,30 @@ ROUTER_LEADING = Gauge(
 )
 INDEX_BLOCKS = Gauge("isthmus_router_index_blocks", "Blocks in the router's prefix index")
 RESERVATIONS = Gauge("isthmus_router_reservations", "Open reservations in the ledger")
+QUERIES_HELD = Gauge(
+    "isthmus_router_held", "Queries that wait in the router until an instance can begin them"
+)
+HOLDS = Counter(
+    "isthmus_router_holds",
+    "Queries that had to wait, by what was in the way (in_line, prefill_busy, decode_full, ttft, "
+    "tpot, second_token_gap, no_decode_instance)",
+    ["reason"],
+)
+PREDICTION_COVERAGE = Gauge(
+    "isthmus_prediction_coverage",
+    "Share of recent times (ttft, local_ttft, tpot) that were within the predicted quantile",
+    ["kind", "quantile"],
+)
+PREDICTION_ALARM = Gauge(
+    "isthmus_prediction_alarm",
+    "1 while the coverage of a predicted quantile is off by more than 0.05",
+    ["kind", "quantile"],
+)
+SHADOW_PRICE = Gauge(
+    "isthmus_shadow_price",
+    "What a second of a pool (prefill, decode) or a link is worth in the choice of a pair",
+    ["resource"],
+)
 INSTANCES = Gauge("isthmus_instances", "Instances known to the router", ["role", "state"])
 
 # --- instances ---------------------------------------------------------------------------------

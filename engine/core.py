@@ -23,6 +23,7 @@ from collections import deque
 from collections.abc import Callable
 
 from isthmus.common.clock import NS_PER_MS, Clock
+from isthmus.common.cluster import NO_STEPS
 from isthmus.common.config import EngineConfig, ModelConfig
 from isthmus.common.errors import InternalError, OutOfBlocksError
 from isthmus.common.hashing import block_hashes, root_hash
@@ -41,6 +42,7 @@ from isthmus.engine.runners import RunnerOf, is_asynchronous, make_runner, measu
 from isthmus.engine.sampler import Sampled, SampledToken
 from isthmus.engine.scheduler import Scheduler, StepPlan
 from isthmus.engine.sequence import SeqStatus, Sequence
+from isthmus.engine.step_totals import add_step
 from isthmus.engine.stop_rules import find_finish_reason
 from isthmus.engine.types import (
     EngineLoad,
@@ -95,6 +97,7 @@ class EngineCore:
         self._failed_steps = 0  # in a row
         self._num_steps = 0
         self._step_ms = 0.0
+        self._totals = NO_STEPS
 
     @classmethod
     def build(cls, model: ModelConfig, engine: EngineConfig, clock: Clock) -> EngineCore:
@@ -244,7 +247,7 @@ class EngineCore:
         with self._lock:
             self._owners.end_flight(flight.tables)
             updates = self._enter(flight.plan, outcome, started_ns)
-            self._count_step((ended[1] - began_ns) / NS_PER_MS)
+            self._count_step(flight.plan, (ended[1] - began_ns) / NS_PER_MS)
         self._count_failure(outcome, any_entered=bool(updates))
         return StepOutput(
             step_id=flight.plan.step_id,
@@ -290,6 +293,7 @@ class EngineCore:
                 quarantined_blocks=self._kv.num_blocks_in(TableState.QUARANTINED),
                 steps=self._num_steps,
                 step_ms=self._step_ms,
+                totals=self._totals,
             )
 
     def take_kv_events(self) -> list[KvEvent]:
@@ -420,7 +424,8 @@ class EngineCore:
             sequence.extend_block_hashes(self._kv.block_size, self._root_hash(sequence.request))
             self._kv.publish(sequence.table, sequence.block_hashes, num_full)
 
-    def _count_step(self, elapsed_ms: float) -> None:
+    def _count_step(self, plan: StepPlan, elapsed_ms: float) -> None:
+        self._totals = add_step(self._totals, plan, elapsed_ms)
         weight = _STEP_MS_WEIGHT if self._num_steps else 1.0
         self._step_ms += weight * (elapsed_ms - self._step_ms)
         self._num_steps += 1

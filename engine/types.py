@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
+from isthmus.common.cluster import StepTotals
 from isthmus.common.errors import IsthmusError
 from isthmus.common.ids import BlockId, RequestId
 from isthmus.common.layer_progress import LayerProgress
@@ -88,3 +89,4 @@ class EngineLoad:
     quarantined_blocks: int
     steps: int
     step_ms: float
+    totals: StepTotals

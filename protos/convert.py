@@ -8,7 +8,14 @@ from __future__ import annotations
 
 import time
 
-from isthmus.common.cluster import InstanceInfo, InstanceState, LatencyModel, LoadReport, Role
+from isthmus.common.cluster import (
+    InstanceInfo,
+    InstanceState,
+    LatencyModel,
+    LoadReport,
+    Role,
+    StepTotals,
+)
 from isthmus.common.errors import ErrorDetail, InvalidRequestError, IsthmusError
 from isthmus.common.ids import BlockHash, BlockId, DecisionId, InstanceId, RequestId, TransferId
 from isthmus.common.kv_events import (
@@ -330,6 +337,10 @@ def latency_to_pb(model: LatencyModel) -> pb.LatencyModel:
         decode_base=model.decode_base,
         decode_seq=model.decode_seq,
         decode_context=model.decode_context,
+        large_batch=model.large_batch,
+        large_base=model.large_base,
+        large_seq=model.large_seq,
+        large_context=model.large_context,
     )
 
 
@@ -341,6 +352,10 @@ def latency_from_pb(message: pb.LatencyModel) -> LatencyModel:
         decode_base=message.decode_base,
         decode_seq=message.decode_seq,
         decode_context=message.decode_context,
+        large_batch=message.large_batch,
+        large_base=message.large_base,
+        large_seq=message.large_seq,
+        large_context=message.large_context,
     )
 
 
@@ -410,6 +425,7 @@ def load_to_pb(report: LoadReport) -> pb.LoadReport:
         inflight_transfer_bytes=report.inflight_transfer_bytes,
         step_ms=report.step_ms,
         steps=report.steps,
+        totals=_totals_to_pb(report.totals),
     )
 
 
@@ -431,6 +447,37 @@ def load_from_pb(message: pb.LoadReport) -> LoadReport:
         inflight_transfer_bytes=message.inflight_transfer_bytes,
         step_ms=message.step_ms,
         steps=message.steps,
+        totals=_totals_from_pb(message.totals),
+    )
+
+
+def _totals_to_pb(totals: StepTotals) -> pb.StepTotals:
+    return pb.StepTotals(
+        prefill_steps=totals.prefill_steps,
+        prefill_tokens=totals.prefill_tokens,
+        prefill_pairs=totals.prefill_pairs,
+        beside_seqs=totals.beside_seqs,
+        beside_context=totals.beside_context,
+        prefill_ms=totals.prefill_ms,
+        decode_steps=totals.decode_steps,
+        decode_seqs=totals.decode_seqs,
+        decode_context=totals.decode_context,
+        decode_ms=totals.decode_ms,
+    )
+
+
+def _totals_from_pb(message: pb.StepTotals) -> StepTotals:
+    return StepTotals(
+        prefill_steps=message.prefill_steps,
+        prefill_tokens=message.prefill_tokens,
+        prefill_pairs=message.prefill_pairs,
+        beside_seqs=message.beside_seqs,
+        beside_context=message.beside_context,
+        prefill_ms=message.prefill_ms,
+        decode_steps=message.decode_steps,
+        decode_seqs=message.decode_seqs,
+        decode_context=message.decode_context,
+        decode_ms=message.decode_ms,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from heapq import nsmallest
 from typing import Any
@@ -27,15 +28,51 @@ class _LegByLeg:
 
     def rank(self, query: RouteQuery, pool: Pool) -> list[Candidate]:  # noqa: ARG002
         decodes = nsmallest(MAX_CANDIDATES, pool.decodes, key=self._decode_key)
-        return [self._pair(place, decode, pool) for place, decode in enumerate(decodes)]
+        return [
+            _pair(place, decode, pool.prefills.get(decode.view.key, []), pool, self._prefill_key)
+            for place, decode in enumerate(decodes)
+        ]
 
-    def _pair(self, place: int, decode: DecodeOption, pool: Pool) -> Candidate:
-        prefills = pool.prefills.get(decode.view.key, [])
-        reason = local_prefill_reason(decode, bool(prefills), pool.min_remote_tokens)
-        if reason is not None:
-            return Candidate(decode, pool.local(decode), reason, float(place))
-        prefill = min(prefills, key=self._prefill_key)
-        return Candidate(decode, prefill, LocalPrefillReason.NONE, float(place))
+
+class _PowerOfTwo:
+    """Of two drawn at random the less loaded, for each leg (M. Mitzenmacher, IEEE TPDS 2001)."""
+
+    name = "power_of_two"
+
+    def __init__(self, seed: int = 0) -> None:
+        self._random = random.Random(seed)
+
+    def rank(self, query: RouteQuery, pool: Pool) -> list[Candidate]:  # noqa: ARG002
+        decodes = sorted(self._two(pool.decodes), key=_num_seqs)
+        return [
+            _pair(place, decode, self._two(pool.prefills.get(decode.view.key, [])), pool, _wait_ms)
+            for place, decode in enumerate(decodes)
+        ]
+
+    def _two(self, options: list[Any]) -> list[Any]:
+        return self._random.sample(options, 2) if len(options) > 2 else options
+
+
+def _pair(
+    place: int,
+    decode: DecodeOption,
+    prefills: list[PrefillOption],
+    pool: Pool,
+    prefill_key: PrefillKey,
+) -> Candidate:
+    reason = local_prefill_reason(decode, bool(prefills), pool.min_remote_tokens)
+    if reason is not None:
+        return Candidate(decode, pool.local(decode), reason, float(place))
+    prefill = min(prefills, key=prefill_key)
+    return Candidate(decode, prefill, LocalPrefillReason.NONE, float(place))
+
+
+def _num_seqs(option: DecodeOption) -> tuple[int, int]:
+    return option.num_seqs, option.view.last_chosen
+
+
+def _wait_ms(option: PrefillOption) -> tuple[float, int]:
+    return option.wait_ms, option.view.last_chosen
 
 
 def round_robin() -> _LegByLeg:
@@ -49,8 +86,18 @@ def round_robin() -> _LegByLeg:
 
 def least_loaded() -> _LegByLeg:
     """Shortest prefill queue and fewest sequences, blind to caches."""
+    return _LegByLeg("least_loaded", _num_seqs, _wait_ms)
+
+
+def power_of_two(seed: int = 0) -> _PowerOfTwo:
+    """Two choices, blind to caches."""
+    return _PowerOfTwo(seed)
+
+
+def prefix_only() -> _LegByLeg:
+    """Who has cached most of the prompt; of several the least recently chosen. Blind to load."""
     return _LegByLeg(
-        "least_loaded",
-        lambda option: (option.num_seqs, option.view.last_chosen),
-        lambda option: (option.wait_ms, option.view.last_chosen),
+        "prefix_only",
+        lambda option: (-option.cached_tokens, option.view.last_chosen),
+        lambda option: (-option.cached_tokens, option.view.last_chosen),
     )

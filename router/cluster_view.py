@@ -11,14 +11,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from math import exp
 
 from isthmus.common.clock import NS_PER_MS
-from isthmus.common.cluster import InstanceInfo, LoadReport, Role
+from isthmus.common.cluster import InstanceInfo, LatencyModel, LoadReport, Role
 from isthmus.common.ids import InstanceId
 from isthmus.router.breaker import Breaker
+from isthmus.router.learned_latency import LearnedLatency
 
 CompatKey = tuple[str, str, str, str]
 MAX_LOST = 64
+PROMPT_MEMORY_MS = 4_000.0
+"""How long prompts that were computed beside decodes count for what those are held up."""
 
 
 def compat_key(info: InstanceInfo) -> CompatKey:
@@ -38,6 +42,7 @@ class InstanceView:
     block_size: int
     longest_prompt: int  # that fits with one output token
     token_bytes: int  # KV of one token
+    learned: LearnedLatency
     load: LoadReport | None = None
     load_at_ns: int = 0  # when the report came, by this process's monotonic clock
     reported_work_ms: float = 0.0  # prefill work that the report speaks of
@@ -46,17 +51,32 @@ class InstanceView:
     prefill_factor: float = 1.0  # measured / predicted
     decode_factor: float = 1.0
     last_chosen: int = 0
+    prompt_ms: float = 0.0  # prefill work sent to an instance that decodes, decaying
+    prompt_at_ns: int = 0
     problem: str = ""
 
     @classmethod
     def of(cls, info: InstanceInfo, breaker: Breaker) -> InstanceView:
         longest = min(info.max_model_len, info.num_blocks * info.block_size) - 1
         token_bytes = info.kv_layout.block_bytes // info.block_size
-        return cls(info, breaker, compat_key(info), info.block_size, longest, token_bytes)
+        learned = LearnedLatency(info.latency)
+        key, block_size = compat_key(info), info.block_size
+        return cls(info, breaker, key, block_size, longest, token_bytes, learned)
 
     @property
     def instance_id(self) -> InstanceId:
         return self.info.instance_id
+
+    @property
+    def latency(self) -> LatencyModel:
+        """As fitted at boot and corrected by measured steps since."""
+        return self.learned.model
+
+    def take_prompt(self, prefill_ms: float, now_ns: int) -> None:
+        """A prompt was sent here to be computed beside decodes, which it will hold up."""
+        age_ms = (now_ns - self.prompt_at_ns) / NS_PER_MS
+        self.prompt_ms = self.prompt_ms * exp(-age_ms / PROMPT_MEMORY_MS) + prefill_ms
+        self.prompt_at_ns = now_ns
 
     def load_age_ms(self, now_ns: int) -> float:
         return (now_ns - self.load_at_ns) / NS_PER_MS if self.load is not None else float("inf")
@@ -100,6 +120,8 @@ class ClusterView:
         if view is not None and info.epoch == view.info.epoch:
             view.info = info  # its state, and what was measured; all else is fixed for an epoch
             view.is_registered = True
+            if info.latency != view.learned.boot:
+                view.learned = LearnedLatency(info.latency)
             is_new = False
         else:
             breaker = Breaker(self.max_failures, self.open_ms)
@@ -126,7 +148,8 @@ class ClusterView:
             return None
         view.load = report
         view.load_at_ns = now_ns
-        view.reported_work_ms = reported_work_ms(view.info, report)
+        view.learned.observe(report.totals)
+        view.reported_work_ms = reported_work_ms(view.latency, report)
         view.is_suspect = False
         return view
 
@@ -142,13 +165,13 @@ class ClusterView:
                     view.problem = _difference(view.info, others[0].info)
 
 
-def reported_work_ms(info: InstanceInfo, load: LoadReport) -> float:
+def reported_work_ms(latency: LatencyModel, load: LoadReport) -> float:
     """Work of the waiting prompts, as if they were equally long, and half a running step."""
     running_ms = load.step_ms / 2 if load.running_seqs else 0.0
     if not load.waiting_tokens:
         return running_ms
     num_seqs = max(1, load.waiting_seqs)
-    return running_ms + num_seqs * info.latency.prefill_ms(load.waiting_tokens // num_seqs)
+    return running_ms + num_seqs * latency.prefill_ms(load.waiting_tokens // num_seqs)
 
 
 def _difference(info: InstanceInfo, other: InstanceInfo) -> str:

@@ -13,21 +13,23 @@ first token; the decode leg burdens the decode instance until the end. A remote 
 So that nothing is counted twice, the pending load of an instance is what its last report cannot
 contain: incoming legs, legs that became visible after the report came, and, of those that became
 visible shortly before it (``SETTLE_MS``: they may have been on their way), the newest ones that
-exceed the number of sequences the report speaks of. Sums are recomputed from the legs, never
-counted down, so they cannot drift or go negative. All times are this router's monotonic clock.
+exceed the number of sequences the report speaks of. A new leg is added to the sums; whatever ends
+makes them be recomputed, over the legs that are not surely in the report (older ones are only
+counted), so they cannot drift or go negative. All times are this router's monotonic clock.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from enum import Enum
+from math import isclose
 
 from isthmus.common.clock import NS_PER_MS
 from isthmus.common.ids import DecisionId, InstanceId
 from isthmus.common.state_machine import Transitions
 
 SETTLE_MS = 1_000
+NO_LIMIT = float("inf")
 
 
 class ReservationState(Enum):
@@ -57,6 +59,7 @@ class Burden:
     prefill_ms: float
     context_tokens: int  # that each of its decode steps attends to, on average
     blocks: int
+    tpot_limit_ms: float = NO_LIMIT  # its own target, which newcomers must leave it
 
 
 @dataclass(slots=True)
@@ -83,7 +86,7 @@ class Reservation:
 
 @dataclass(frozen=True, slots=True)
 class PendingLoad:
-    """On top of an instance's last report."""
+    """On top of an instance's last report; but ``tightest_tpot_ms`` is of all its decode legs."""
 
     prefill_seqs: int = 0
     prefill_tokens: int = 0
@@ -91,6 +94,7 @@ class PendingLoad:
     decode_seqs: int = 0
     decode_context_tokens: int = 0
     decode_blocks: int = 0
+    tightest_tpot_ms: float = NO_LIMIT
 
 
 NOTHING_PENDING = PendingLoad()
@@ -107,13 +111,51 @@ class Seen:
 _NEVER = Seen(-1, 0)
 
 
-class Ledger:
-    """The set of reservations. One owner (the router), one thread."""
+@dataclass(slots=True)
+class _Legs:
+    """Of one instance. ``settled``: surely in its reports, so only their number matters."""
 
-    def __init__(self, ttl_ms: int) -> None:
+    recent: dict[DecisionId, Reservation] = field(default_factory=dict)
+    settled: dict[DecisionId, Reservation] = field(default_factory=dict)
+    limits: dict[float, int] = field(default_factory=dict)  # TPOT limit → decode legs that have it
+
+    def __len__(self) -> int:
+        return len(self.recent) + len(self.settled)
+
+    @property
+    def tightest(self) -> float:
+        return min(self.limits, default=NO_LIMIT)
+
+    def add(self, leg: Reservation, is_decode: bool) -> None:
+        self.recent[leg.decision_id] = leg
+        if is_decode and leg.burden.tpot_limit_ms != NO_LIMIT:
+            limit = leg.burden.tpot_limit_ms
+            self.limits[limit] = self.limits.get(limit, 0) + 1
+
+    def drop(self, leg: Reservation, is_decode: bool) -> bool:
+        """False when it was not there (any more)."""
+        kinds = (self.recent, self.settled)
+        if not any(kind.pop(leg.decision_id, None) is not None for kind in kinds):
+            return False
+        limit = leg.burden.tpot_limit_ms
+        if is_decode and limit != NO_LIMIT:
+            self.limits[limit] -= 1
+            if not self.limits[limit]:
+                del self.limits[limit]
+        return True
+
+
+class Ledger:
+    """The set of reservations. One owner (the router), one thread.
+
+    ``changed`` gathers the instances whose pending load has changed; whoever reads it clears it.
+    """
+
+    def __init__(self, ttl_ms: int, changed: set[InstanceId] | None = None) -> None:
         self._ttl_ns = ttl_ms * NS_PER_MS
+        self.changed: set[InstanceId] = set() if changed is None else changed
         self._reservations: dict[DecisionId, Reservation] = {}  # in the order of their expiry
-        self._by_instance: dict[InstanceId, dict[DecisionId, Reservation]] = {}
+        self._by_instance: dict[InstanceId, _Legs] = {}
         self._seen: dict[InstanceId, Seen] = {}
         self._pending: dict[InstanceId, PendingLoad] = {}  # cache; absent = to be computed
 
@@ -141,8 +183,11 @@ class Ledger:
         )
         self._reservations[decision_id] = reservation
         for instance_id in {prefill_at, decode_at}:
-            self._by_instance.setdefault(instance_id, {})[decision_id] = reservation
-            self._pending.pop(instance_id, None)
+            legs = self._by_instance.get(instance_id)
+            if legs is None:
+                legs = self._by_instance[instance_id] = _Legs()
+            legs.add(reservation, instance_id == decode_at)
+            self._count_new(instance_id, reservation, legs.tightest)
         return reservation
 
     def first_token(self, decision_id: DecisionId, now_ns: int) -> Reservation | None:
@@ -155,8 +200,11 @@ class Ledger:
         reservation.expires_ns = now_ns + self._ttl_ns
         self._reservations[decision_id] = self._reservations.pop(decision_id)
         if not reservation.is_local:
-            self._drop_leg(reservation.prefill_at, decision_id)
-        self._pending.pop(reservation.decode_at, None)
+            self._drop_leg(reservation.prefill_at, reservation)
+        # Not local, it goes from incoming to visible since now: no earlier report can contain it,
+        # so it is pending all the same.
+        if reservation.is_local or now_ns <= self._seen.get(reservation.decode_at, _NEVER).at_ns:
+            self._forget_sum(reservation.decode_at)
         return reservation
 
     def end(self, decision_id: DecisionId) -> Reservation | None:
@@ -165,7 +213,7 @@ class Ledger:
         if reservation is not None:
             self._move(reservation, ReservationState.ENDED)
             for instance_id in {reservation.prefill_at, reservation.decode_at}:
-                self._drop_leg(instance_id, decision_id)
+                self._drop_leg(instance_id, reservation)
         return reservation
 
     def expire(self, now_ns: int) -> list[Reservation]:
@@ -182,13 +230,13 @@ class Ledger:
     def seen(self, instance_id: InstanceId, num_seqs: int, now_ns: int) -> None:
         """A report came that speaks of ``num_seqs`` waiting and running sequences."""
         self._seen[instance_id] = Seen(now_ns, num_seqs)
-        self._pending.pop(instance_id, None)
+        self._forget_sum(instance_id)
 
     def forget(self, instance_id: InstanceId) -> None:
         """The instance is gone or restarted: its legs mean nothing any more."""
         self._by_instance.pop(instance_id, None)
         self._seen.pop(instance_id, None)
-        self._pending.pop(instance_id, None)
+        self._forget_sum(instance_id)
 
     def pending(self, instance_id: InstanceId) -> PendingLoad:
         return self._pending.get(instance_id) or self._recomputed(instance_id)
@@ -197,39 +245,74 @@ class Ledger:
         """AssertionError when the views of the set disagree."""
         expiries = [reservation.expires_ns for reservation in self._reservations.values()]
         assert expiries == sorted(expiries)
-        for legs in self._by_instance.values():
-            assert legs, "an instance without legs has no entry"
-            for decision_id, reservation in legs.items():
-                assert self._reservations.get(decision_id) is reservation
+        for instance_id, legs in self._by_instance.items():
+            assert len(legs), "an instance without legs has no entry"
+            for kind in (legs.recent, legs.settled):
+                for decision_id, reservation in kind.items():
+                    assert self._reservations.get(decision_id) is reservation
+            assert all(count > 0 for count in legs.limits.values())
+            assert sum(legs.limits.values()) == sum(
+                leg.decode_at == instance_id and leg.burden.tpot_limit_ms != NO_LIMIT
+                for kind in (legs.recent, legs.settled)
+                for leg in kind.values()
+            )
         for instance_id, pending in self._pending.items():
-            legs = self._by_instance.get(instance_id, {})
-            assert pending == self._sum(instance_id, legs.values())
+            found = self._sum(instance_id, self._by_instance.get(instance_id))
+            assert isclose(pending.prefill_ms, found.prefill_ms, rel_tol=1e-9, abs_tol=1e-9)
+            assert replace(pending, prefill_ms=0.0) == replace(found, prefill_ms=0.0)
 
     def _move(self, reservation: Reservation, new: ReservationState) -> None:
         reservation.state = RESERVATION_TRANSITIONS.check(reservation.state, new)
 
-    def _drop_leg(self, instance_id: InstanceId, decision_id: DecisionId) -> None:
+    def _forget_sum(self, instance_id: InstanceId) -> None:
+        self._pending.pop(instance_id, None)
+        self.changed.add(instance_id)
+
+    def _drop_leg(self, instance_id: InstanceId, leg: Reservation) -> None:
         legs = self._by_instance.get(instance_id)
         if legs is not None:
-            legs.pop(decision_id, None)
+            legs.drop(leg, instance_id == leg.decode_at)
             if not legs:
                 del self._by_instance[instance_id]
-        self._pending.pop(instance_id, None)
+        self._forget_sum(instance_id)
+
+    def _count_new(self, instance_id: InstanceId, leg: Reservation, tightest: float) -> None:
+        """Adds a leg that no report can contain yet to the sum, where there is one."""
+        self.changed.add(instance_id)
+        old = self._pending.get(instance_id)
+        if old is None:
+            return
+        if leg.made_ns <= self._seen.get(instance_id, _NEVER).at_ns:
+            self._forget_sum(instance_id)
+            return
+        burden = leg.burden
+        is_prefill, is_decode = instance_id == leg.prefill_at, instance_id == leg.decode_at
+        self._pending[instance_id] = PendingLoad(
+            old.prefill_seqs + is_prefill,
+            old.prefill_tokens + burden.prefill_tokens * is_prefill,
+            old.prefill_ms + burden.prefill_ms * is_prefill,
+            old.decode_seqs + is_decode,
+            old.decode_context_tokens + burden.context_tokens * is_decode,
+            old.decode_blocks + burden.blocks * is_decode,
+            tightest,
+        )
 
     def _recomputed(self, instance_id: InstanceId) -> PendingLoad:
-        legs = self._by_instance.get(instance_id)
-        pending = self._sum(instance_id, legs.values()) if legs else NOTHING_PENDING
+        pending = self._sum(instance_id, self._by_instance.get(instance_id))
         self._pending[instance_id] = pending
         return pending
 
-    def _sum(self, instance_id: InstanceId, legs: Iterable[Reservation]) -> PendingLoad:
+    def _sum(self, instance_id: InstanceId, legs: _Legs | None) -> PendingLoad:
+        if legs is None:
+            return NOTHING_PENDING
         seen = self._seen.get(instance_id, _NEVER)
         seen_ns, settled_ns = seen.at_ns, seen.at_ns - SETTLE_MS * NS_PER_MS
         hidden: list[Reservation] = []  # visible to the instance, but not in its last report
         incoming: list[Reservation] = []
         recent: list[tuple[int, int, Reservation]] = []  # maybe in it
-        num_settled = num_blocks = 0  # settled: surely in it
-        for place, leg in enumerate(legs):
+        settled: list[Reservation] = []
+        num_blocks = 0
+        for place, leg in enumerate(legs.recent.values()):
             since_ns = leg.visible_ns(instance_id)
             if since_ns is None:
                 incoming.append(leg)
@@ -238,10 +321,13 @@ class Ledger:
             elif since_ns > settled_ns:
                 recent.append((since_ns, place, leg))
             else:
-                num_settled += 1
+                settled.append(leg)
             # Blocks are taken before the prompt is computed, so reports contain them early.
             if leg.made_ns > seen_ns and leg.decode_at == instance_id:
                 num_blocks += leg.burden.blocks
+        for leg in settled:
+            legs.settled[leg.decision_id] = legs.recent.pop(leg.decision_id)
+        num_settled = len(legs.settled)
         if recent and num_settled + len(recent) > seen.num_seqs:
             recent.sort()
             hidden += [leg for _, _, leg in recent[max(0, seen.num_seqs - num_settled) :]]
@@ -255,4 +341,5 @@ class Ledger:
             decode_seqs=len(decodes),
             decode_context_tokens=sum([burden.context_tokens for burden in decodes]),
             decode_blocks=num_blocks,
+            tightest_tpot_ms=legs.tightest,
         )

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from isthmus.common.clock import NS_PER_MS
 from isthmus.router.cluster_view import InstanceView
-from isthmus.router.ledger import Burden, PendingLoad
+from isthmus.router.ledger import NO_LIMIT, Burden, PendingLoad
 from isthmus.router.types import RouteQuery
 
 EXPECTED_OUTPUT_TOKENS = 128  # ô: only right in the mean; a request's own limit caps it
@@ -85,7 +85,7 @@ class Predictor:
                 queued_ms = max(0.0, view.reported_work_ms - self._stale_load_ms) + doubt_ms
             elif age_ms < view.reported_work_ms:
                 queued_ms = view.reported_work_ms - age_ms
-        model = view.info.latency
+        model = view.latency
         factor = max(view.prefill_factor, least_factor)
         wait_ms = (queued_ms + pending.prefill_ms) * factor
         prefill_ms = factor * (
@@ -115,7 +115,7 @@ class Predictor:
             doubt_ms = (now_ns - view.load_at_ns) / NS_PER_MS - self._stale_load_ms
             if doubt_ms > 0:
                 wait_ms = doubt_ms
-        model = info.latency
+        model = view.latency
         step_ms = view.decode_factor * (
             model.decode_base
             + model.decode_seq * (num_seqs + 1)
@@ -149,8 +149,8 @@ class Predictor:
         least_factor = 0.0
         if rival is not None:
             size = decode.uncached_tokens, decode.cached_tokens
-            rival_ms = rival.factor * rival.view.info.latency.prefill_ms(*size)
-            least_factor = rival_ms / decode.view.info.latency.prefill_ms(*size)
+            rival_ms = rival.factor * rival.view.latency.prefill_ms(*size)
+            least_factor = rival_ms / decode.view.latency.prefill_ms(*size)
         option = self.prefill_option(decode.view, pending, query, depth, now_ns, least_factor)
         num_chunks = -(-option.uncached_tokens // decode.view.info.max_num_batched_tokens)
         option.prefill_ms += num_chunks * decode.tpot_ms
@@ -171,7 +171,7 @@ class Predictor:
 
 def quickest_of(options: list[PrefillOption]) -> PrefillOption:
     """Whoever computes a token in the least time, whatever waits there."""
-    token_ms = [option.factor * option.view.info.latency.prefill_token for option in options]
+    token_ms = [option.factor * option.view.latency.prefill_token for option in options]
     return options[token_ms.index(min(token_ms))]
 
 
@@ -187,13 +187,16 @@ def cached_tokens(view: InstanceView, query: RouteQuery, depth: int) -> int:
     return min(depth, (query.num_prompt_tokens - 1) // block_size) * block_size
 
 
-def burden(query: RouteQuery, prefill: PrefillOption, decode: DecodeOption) -> Burden:
+def burden(
+    query: RouteQuery, prefill: PrefillOption, decode: DecodeOption, output_tokens: int
+) -> Burden:
     """What the ledger books for a request that is sent to this pair."""
     return Burden(
         prefill_tokens=prefill.uncached_tokens,
         prefill_ms=prefill.prefill_ms / prefill.factor,
-        context_tokens=query.num_prompt_tokens + expected_output(query) // 2,
+        context_tokens=query.num_prompt_tokens + output_tokens // 2,
         blocks=query.num_prompt_tokens // decode.view.block_size + 1,
+        tpot_limit_ms=NO_LIMIT if query.slo.tpot_ms is None else query.slo.tpot_ms,
     )
 
 

@@ -1,14 +1,15 @@
 """The decision: filter, predict, rank, reserve. Pure CPU, no I/O, no token ids.
 
-``route`` never waits: it answers from the last view or raises a typed error with a time to retry.
-Every decision holds a reservation from the moment it is made until its outcome is reported or the
-reservation expires, so that a burst does not all go to whoever was idle in the last report.
+``submit`` may hold a query (policy ``goodput``; see ``verdict`` for how to use it), ``route`` never
+waits: it answers from the last view or raises a typed error with a time to retry. Every decision
+holds a reservation from the moment it is made until its outcome is reported or the reservation
+expires, so that a burst does not all go to whoever was idle in the last report.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from isthmus.common import metrics
 from isthmus.common.clock import NS_PER_MS, Clock
@@ -18,9 +19,15 @@ from isthmus.common.errors import IsthmusError
 from isthmus.common.ids import DecisionId, InstanceId, RequestId, new_decision_id
 from isthmus.common.types import InstanceRef, RouteAction, RouteDecision
 from isthmus.router.admission import FilterReason, filter_reason, overload, refusal
-from isthmus.router.baselines import least_loaded, round_robin
-from isthmus.router.cluster_view import ClusterView, CompatKey, InstanceView
+from isthmus.router.baselines import least_loaded, power_of_two, prefix_only, round_robin
+from isthmus.router.cluster_view import ClusterView, CompatKey
 from isthmus.router.explain import DecisionLog, DecisionRecord
+from isthmus.router.feedback import Feedback
+from isthmus.router.goodput import GoodputPolicy
+from isthmus.router.holding import HoldingQueue
+from isthmus.router.intake import Intake
+from isthmus.router.knowledge import Knowledge
+from isthmus.router.placement import Look, Placement
 from isthmus.router.policy import Candidate, LeastPredictedLoad, Policy, Pool
 from isthmus.router.predictor import (
     DecodeOption,
@@ -29,45 +36,90 @@ from isthmus.router.predictor import (
     burden,
     quickest_of,
 )
+from isthmus.router.shares import TenantShares
 from isthmus.router.snapshot import RouterSnapshot, take_snapshot
 from isthmus.router.state import RouterState
-from isthmus.router.types import Outcome, OutcomeKind, RouteQuery
+from isthmus.router.types import Outcome, RouteQuery
 from isthmus.router.verdict import Admitted, Rejected, Settled, Verdict
 
 # Looking up an enum's member costs as much as the rest of a filter does.
 _PREFILL = Role.PREFILL
 
 
-@dataclass(frozen=True, slots=True)
-class _Open:
-    """A decision whose end is not known yet."""
-
-    decision: RouteDecision
-    prefill: InstanceRef  # where the prompt is computed, local or not
-    decode: InstanceRef
-    at_ns: int
-    prefill_factor: float  # that the predictions contain
-    decode_factor: float
-
-
 class Router:
-    def __init__(self, config: RouterConfig, clock: Clock, policy: Policy | None = None) -> None:
+    """``tenant_weights``: of tenants whose share of the work is not 1.
+
+    ``on_progress`` is called whenever a ``tick`` may settle something (see ``verdict``).
+    """
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        clock: Clock,
+        policy: Policy | None = None,
+        tenant_weights: Mapping[str, float] | None = None,
+    ) -> None:
         self._config = config
         self._clock = clock
         self._policy = policy or create_policy(config)
         self._predictor = Predictor(config.stale_load_ms)
-        self._open: dict[DecisionId, _Open] = {}
         self._turn = 0
         self.state = RouterState(config, clock)
         self.log = DecisionLog()
+        self.knowledge = Knowledge()
+        self.feedback = Feedback(self.state, self._predictor, self.knowledge)
         self.on_progress: Callable[[], None] | None = None
+        self.state.on_news = self._progress
+        is_goodput = policy is None and config.policy == GoodputPolicy.name
+        self._intake = self._late_binding(tenant_weights) if is_goodput else None
 
     @property
     def cluster(self) -> ClusterView:
         return self.state.cluster
 
     def snapshot(self) -> RouterSnapshot:
-        return take_snapshot(self.state, self._policy.name, self._clock.monotonic_ns())
+        return take_snapshot(self.state, self.policy_name, self._clock.monotonic_ns())
+
+    @property
+    def policy_name(self) -> str:
+        return self._policy.name if self._intake is None else GoodputPolicy.name
+
+    @property
+    def num_held(self) -> int:
+        return len(self._intake.queue) if self._intake is not None else 0
+
+    # --- the seam of ``verdict`` -----------------------------------------------------------------
+
+    def submit(self, query: RouteQuery) -> Verdict:
+        """Decides, holds or refuses. ``query.request_id`` must not be held already."""
+        now_ns = self._clock.monotonic_ns()
+        self.feedback.expire(now_ns)
+        if self._intake is None:
+            try:
+                return Admitted(self.route(query))
+            except IsthmusError as error:
+                return Rejected(error)
+        return self._settled_at_once(query, self._intake, now_ns)
+
+    def tick(self) -> list[Settled]:
+        """Those held whose wait is over."""
+        now_ns = self._clock.monotonic_ns()
+        self.feedback.expire(now_ns)
+        if self._intake is None:
+            return []
+        settled = self._intake.tick(now_ns)
+        metrics.QUERIES_HELD.set(len(self._intake.queue))
+        return settled
+
+    def next_tick_ns(self) -> int | None:
+        """Monotonic time by which to call ``tick`` again; None = not before there is news."""
+        return self._intake.next_tick_ns() if self._intake is not None else None
+
+    def cancel(self, request_id: RequestId) -> bool:
+        """Nothing more is said about a held query. False when it is not held (any more)."""
+        return self._intake is not None and self._intake.cancel(request_id)
+
+    # --- at once ---------------------------------------------------------------------------------
 
     def route(self, query: RouteQuery) -> RouteDecision:
         """Chooses and reserves.
@@ -76,7 +128,7 @@ class Router:
         prompt can never fit, ModelNotFoundError.
         """
         now_ns = self._clock.monotonic_ns()
-        self._expire(now_ns)
+        self.feedback.expire(now_ns)
         filtered: dict[InstanceId, FilterReason] = {}
         pool = self._pool(query, filtered, now_ns)
         error: IsthmusError | None
@@ -90,25 +142,9 @@ class Router:
             self.log.add(record.refused(error))
             raise error
         candidates = self._policy.rank(query, pool)
-        decision = self._commit(query, candidates, now_ns)
+        decision = self._commit(query, candidates, now_ns, RouteAction.ADMIT)
         self.log.add(record.decided(decision, candidates))
         return decision
-
-    def submit(self, query: RouteQuery) -> Verdict:
-        """As ``router.verdict`` describes. This router holds nobody: it decides at once."""
-        try:
-            return Admitted(self.route(query))
-        except IsthmusError as error:
-            return Rejected(error)
-
-    def tick(self) -> list[Settled]:
-        return []
-
-    def next_tick_ns(self) -> int | None:
-        return None
-
-    def cancel(self, request_id: RequestId) -> None:
-        """Nothing more is said about a query that is held; a no-op for any other."""
 
     def reroute(self, query: RouteQuery, failed: InstanceId, reason: str) -> RouteDecision:
         """A new decision that avoids ``failed`` as well. Report the old decision's outcome too."""
@@ -120,19 +156,11 @@ class Router:
 
         Unknown, expired and already ended decisions are fine; then only blame is taken from it.
         """
-        now_ns = self._clock.monotonic_ns()
         record = self.log.get(decision_id)
         if record is not None:
             record.told(outcome)
-        made = self._open.get(decision_id)
-        if outcome.failed_instance is not None:
-            self._blame(made, outcome.failed_instance, now_ns)
-        if outcome.kind is OutcomeKind.FIRST_TOKEN:
-            self._first_token(decision_id, made, now_ns)
-            return
-        if outcome.kind is OutcomeKind.FINISHED and made is not None:
-            self._finished(made, outcome, now_ns)
-        self._end(decision_id)
+        self.feedback.report(decision_id, outcome, self._clock.monotonic_ns())
+        self._progress()
 
     # --- deciding ------------------------------------------------------------------------------
 
@@ -174,13 +202,15 @@ class Router:
 
         return Pool(prefills, decodes, local, self._config.min_remote_tokens)
 
-    def _commit(self, query: RouteQuery, candidates: list[Candidate], now_ns: int) -> RouteDecision:
+    def _commit(
+        self, query: RouteQuery, candidates: list[Candidate], now_ns: int, action: RouteAction
+    ) -> RouteDecision:
         chosen = candidates[0]
         decode, prefill = chosen.decode.view, chosen.prefill.view
         decision = RouteDecision(
             decision_id=new_decision_id(),
             request_id=query.request_id,
-            action=RouteAction.ADMIT,
+            action=action,
             decode=decode.info.ref,
             prefill=None if chosen.is_local else prefill.info.ref,
             alternate=None if chosen.is_local else _alternate(candidates),
@@ -188,82 +218,74 @@ class Router:
             cached_tokens=chosen.prefill.cached_tokens,
             predicted_ttft_ms=chosen.prefill.ttft_ms,
             predicted_tpot_ms=chosen.decode.tpot_ms,
-            policy=self._policy.name,
+            policy=self.policy_name,
             reason=f"first of {len(candidates)} candidates",
             expires_ns=self._clock.now_ns() + self._config.reservation_ttl_ms * NS_PER_MS,
+        )
+        output_tokens = self.knowledge.lengths.expected(
+            query.model, query.slo.class_name, query.num_prompt_tokens, query.max_output_tokens
         )
         self.state.ledger.reserve(
             decision.decision_id,
             prefill.instance_id,
             decode.instance_id,
-            burden(query, chosen.prefill, chosen.decode),
+            burden(query, chosen.prefill, chosen.decode, output_tokens),
             now_ns,
         )
         self._turn += 1
         for view in (decode, prefill):
             view.last_chosen = self._turn
             view.breaker.dispatched(decision.decision_id, now_ns)
-        self._open[decision.decision_id] = _Open(
-            decision,
-            prefill.info.ref,
-            decode.info.ref,
-            now_ns,
-            chosen.prefill.factor,
-            decode.decode_factor,
-        )
+        elapsed_ms = 0.0
+        if query.arrival_ns:
+            elapsed_ms = max(0.0, (self._clock.now_ns() - query.arrival_ns) / NS_PER_MS)
+        self.feedback.opened(decision, query, chosen, elapsed_ms, now_ns)
         if decode.load is None or prefill.load is None:
             metrics.ROUTE_FALLBACK.inc()
         path = "local" if chosen.is_local else "disaggregated"
-        metrics.DECISIONS.labels(policy=self._policy.name, path=path).inc()
+        metrics.DECISIONS.labels(policy=decision.policy, path=path).inc()
         metrics.RESERVATIONS.set(len(self.state.ledger))
         return decision
 
-    # --- learning ------------------------------------------------------------------------------
+    # --- late binding ----------------------------------------------------------------------------
 
-    def _first_token(self, decision_id: DecisionId, made: _Open | None, now_ns: int) -> None:
-        if made is None or self.state.ledger.first_token(decision_id, now_ns) is None:
-            return
-        view = self._view(made.prefill)
-        if view is not None:
-            measured_ms = (now_ns - made.at_ns) / NS_PER_MS
-            predicted_ms = made.decision.predicted_ttft_ms
-            self._predictor.observe_ttft(view, predicted_ms, made.prefill_factor, measured_ms)
+    def _late_binding(self, tenant_weights: Mapping[str, float] | None) -> Intake:
+        config = self._config
+        policy = GoodputPolicy(config.stale_load_ms, config.min_remote_tokens, config.exploration)
+        queue = HoldingQueue(TenantShares(tenant_weights), config.ageing_ms, config.max_held)
+        places = Placement(self.state, self.knowledge, policy, self._clock)
+        return Intake(queue, places, self._bind, self._refuse, config.ageing_ms)
 
-    def _finished(self, made: _Open, outcome: Outcome, now_ns: int) -> None:
-        """Credits both legs. Not before the end: only then is it known who computed the prompt."""
-        for ref in {made.prefill, made.decode}:
-            view = self._view(ref)
-            if view is not None and ref.instance_id != outcome.failed_instance:
-                view.breaker.succeeded(now_ns)
-        decode = self._view(made.decode)
-        if decode is not None and outcome.tpot_ms is not None:
-            predicted_ms = made.decision.predicted_tpot_ms
-            factor = made.decode_factor
-            self._predictor.observe_tpot(decode, predicted_ms, factor, outcome.tpot_ms)
+    def _settled_at_once(self, query: RouteQuery, intake: Intake, now_ns: int) -> Verdict:
+        deadline_ns = None
+        if query.deadline_ns:
+            deadline_ns = now_ns + query.deadline_ns - self._clock.now_ns()
+        verdict = intake.submit(query, deadline_ns, now_ns)
+        metrics.QUERIES_HELD.set(len(intake.queue))
+        return verdict
 
-    def _blame(self, made: _Open | None, failed: InstanceId, now_ns: int) -> None:
-        """Only the epoch that failed: whoever restarted meanwhile is not to blame."""
-        legs = (made.prefill, made.decode) if made is not None else ()
-        ref = next((leg for leg in legs if leg.instance_id == failed), None)
-        view = self.cluster.get(failed) if ref is None else self._view(ref)
-        if view is not None:
-            view.breaker.failed(now_ns)
+    def _bind(
+        self, query: RouteQuery, look: Look, action: RouteAction, now_ns: int
+    ) -> RouteDecision:
+        candidates = look.weighed.candidates
+        decision = self._commit(query, candidates, now_ns, action)
+        record = DecisionRecord.of(query, {}, self._clock.now_ns())
+        self.log.add(record.decided(decision, candidates))
+        return decision
 
-    def _end(self, decision_id: DecisionId) -> None:
-        self.state.ledger.end(decision_id)
-        made = self._open.pop(decision_id, None)
-        for ref in (made.prefill, made.decode) if made is not None else ():
-            view = self._view(ref)
-            if view is not None:
-                view.breaker.released(decision_id)
-        metrics.RESERVATIONS.set(len(self.state.ledger))
+    def _refuse(self, query: RouteQuery, error: IsthmusError | None, now_ns: int) -> IsthmusError:
+        """Notes a refusal. ``error`` None: nobody could take it, for a reason to be found."""
+        filtered: dict[InstanceId, FilterReason] = {}
+        if error is None:
+            self._pool(query, filtered, now_ns)
+            views = self.cluster.by_role(Role.DECODE, Role.MIXED)
+            error = refusal(query, views, filtered, now_ns)
+        self.log.add(DecisionRecord.of(query, filtered, self._clock.now_ns()).refused(error))
+        return error
 
-    def _expire(self, now_ns: int) -> None:
-        for reservation in self.state.ledger.expire(now_ns):
-            self._end(reservation.decision_id)
-
-    def _view(self, ref: InstanceRef) -> InstanceView | None:
-        return self.cluster.at_epoch(ref.instance_id, ref.epoch)
+    def _progress(self) -> None:
+        if self.on_progress is not None and self.num_held:
+            self.on_progress()
 
 
 def create_policy(config: RouterConfig) -> Policy:
@@ -271,6 +293,10 @@ def create_policy(config: RouterConfig) -> Policy:
         "least_predicted_load": LeastPredictedLoad(),
         "round_robin": round_robin(),
         "least_loaded": least_loaded(),
+        "power_of_two": power_of_two(),
+        "prefix_only": prefix_only(),
+        # What does not wait (a retry, a stream that is resumed) goes where it ends soonest.
+        GoodputPolicy.name: LeastPredictedLoad(),
     }
     return policies[config.policy]
 

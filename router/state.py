@@ -27,9 +27,13 @@ class RouterState:
         self._clock = clock
         self.cluster = ClusterView(config.breaker_failures, config.breaker_open_ms)
         self.index = KvIndex(config.index_max_blocks)
-        self.ledger = Ledger(config.reservation_ttl_ms)
+        self.dirty: set[InstanceId] = set()  # views or pending loads that have changed
+        self.membership_changed = True  # somebody came or went; whoever reads it clears it
+        self.ledger = Ledger(config.reservation_ttl_ms, self.dirty)
         self.on_change: Callable[[], None] | None = None
         """Called whenever an instance came, changed, was doubted or went."""
+        self.on_news: Callable[[], None] | None = None
+        """Called also whenever an instance has reported: for the router alone."""
 
     def registry_connected(self, is_connected: bool) -> None:
         """Without a registry the last view stays in force."""
@@ -43,7 +47,9 @@ class RouterState:
     def registered(self, info: InstanceInfo) -> bool:
         """A record appeared or changed; True when it begins a new instance epoch."""
         is_new = self.cluster.upsert(info)
+        self.dirty.add(info.instance_id)
         if is_new:
+            self.membership_changed = True
             self.index.reset(info.instance_id, info.epoch)
             self.ledger.forget(info.instance_id)
             log.info("instance joined", instance=info.instance_id, epoch=info.epoch)
@@ -69,6 +75,7 @@ class RouterState:
         if not view.is_suspect and view.info.state is not InstanceState.STARTING:
             log.warning("instance suspect", instance=instance_id, epoch=epoch, why=why)
         view.is_suspect = True
+        self.dirty.add(instance_id)
         return self._remove_if_lost(view, why)
 
     def reported(self, report: LoadReport) -> None:
@@ -83,6 +90,8 @@ class RouterState:
             if was_heard:
                 log.info("instance answers again", instance=report.instance_id, epoch=report.epoch)
             self.publish()
+        elif self.on_news is not None:
+            self.on_news()
 
     def kv_events(self, batch: KvEventBatch) -> ApplyResult:
         """Events of instances (or epochs) that are not in the view are stale by definition."""
@@ -104,6 +113,8 @@ class RouterState:
             metrics.INSTANCES.labels(role=role.value, state=state.value).set(count)
         if self.on_change is not None:
             self.on_change()
+        if self.on_news is not None:
+            self.on_news()
 
     def _remove_if_lost(self, view: InstanceView, why: str) -> bool:
         if view.is_registered or not view.is_suspect:
@@ -111,6 +122,7 @@ class RouterState:
             return False
         log.warning("instance lost", instance=view.instance_id, epoch=view.info.epoch, why=why)
         self.cluster.remove(view.instance_id, why, self._clock.monotonic_ns())
+        self.membership_changed = True
         self.index.forget(view.instance_id)
         self.ledger.forget(view.instance_id)
         self.publish()

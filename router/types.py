@@ -53,6 +53,7 @@ class Outcome:
     failed_instance: InstanceId | None = None
     tpot_ms: float | None = None
     timeline: Timeline | None = None  # for explanations
+    num_output_tokens: int = 0  # of a FINISHED one; 0 = not told
 
     @classmethod
     def first_token(cls) -> Outcome:
@@ -64,8 +65,9 @@ class Outcome:
         tpot_ms: float | None = None,
         failed_instance: InstanceId | None = None,
         timeline: Timeline | None = None,
+        num_output_tokens: int = 0,
     ) -> Outcome:
-        return cls(OutcomeKind.FINISHED, failed_instance, tpot_ms, timeline)
+        return cls(OutcomeKind.FINISHED, failed_instance, tpot_ms, timeline, num_output_tokens)
 
     @classmethod
     def cancelled(cls) -> Outcome:

@@ -71,6 +71,7 @@ class LoadReporter:
             inflight_transfer_bytes=outside.inflight_transfer_bytes,
             step_ms=load.step_ms,
             steps=load.steps,
+            totals=load.totals,
         )
 
     async def follow(self, interval_ms: int) -> AsyncIterator[LoadReport]:

@@ -239,20 +239,28 @@ class KvLayout(_message.Message):
     def __init__(self, model_fingerprint: _Optional[str] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., block_size: _Optional[int] = ..., dtype: _Optional[str] = ..., kind: _Optional[str] = ..., order: _Optional[str] = ..., tp_rank: _Optional[int] = ..., tp_size: _Optional[int] = ..., total_kv_heads: _Optional[int] = ..., windows: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class LatencyModel(_message.Message):
-    __slots__ = ("prefill_base", "prefill_token", "prefill_pair", "decode_base", "decode_seq", "decode_context")
+    __slots__ = ("prefill_base", "prefill_token", "prefill_pair", "decode_base", "decode_seq", "decode_context", "large_batch", "large_base", "large_seq", "large_context")
     PREFILL_BASE_FIELD_NUMBER: _ClassVar[int]
     PREFILL_TOKEN_FIELD_NUMBER: _ClassVar[int]
     PREFILL_PAIR_FIELD_NUMBER: _ClassVar[int]
     DECODE_BASE_FIELD_NUMBER: _ClassVar[int]
     DECODE_SEQ_FIELD_NUMBER: _ClassVar[int]
     DECODE_CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    LARGE_BATCH_FIELD_NUMBER: _ClassVar[int]
+    LARGE_BASE_FIELD_NUMBER: _ClassVar[int]
+    LARGE_SEQ_FIELD_NUMBER: _ClassVar[int]
+    LARGE_CONTEXT_FIELD_NUMBER: _ClassVar[int]
     prefill_base: float
     prefill_token: float
     prefill_pair: float
     decode_base: float
     decode_seq: float
     decode_context: float
-    def __init__(self, prefill_base: _Optional[float] = ..., prefill_token: _Optional[float] = ..., prefill_pair: _Optional[float] = ..., decode_base: _Optional[float] = ..., decode_seq: _Optional[float] = ..., decode_context: _Optional[float] = ...) -> None: ...
+    large_batch: int
+    large_base: float
+    large_seq: float
+    large_context: float
+    def __init__(self, prefill_base: _Optional[float] = ..., prefill_token: _Optional[float] = ..., prefill_pair: _Optional[float] = ..., decode_base: _Optional[float] = ..., decode_seq: _Optional[float] = ..., decode_context: _Optional[float] = ..., large_batch: _Optional[int] = ..., large_base: _Optional[float] = ..., large_seq: _Optional[float] = ..., large_context: _Optional[float] = ...) -> None: ...
 
 class InstanceInfo(_message.Message):
     __slots__ = ("instance_id", "role", "state", "epoch", "address", "metrics_address", "model", "model_path", "kv_layout", "num_blocks", "max_num_batched_tokens", "max_num_seqs", "max_model_len", "connector", "latency", "node", "pid", "version", "rank_pids")
@@ -296,8 +304,32 @@ class InstanceInfo(_message.Message):
     rank_pids: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, instance_id: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., state: _Optional[_Union[InstanceState, str]] = ..., epoch: _Optional[int] = ..., address: _Optional[str] = ..., metrics_address: _Optional[str] = ..., model: _Optional[str] = ..., model_path: _Optional[str] = ..., kv_layout: _Optional[_Union[KvLayout, _Mapping]] = ..., num_blocks: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_model_len: _Optional[int] = ..., connector: _Optional[str] = ..., latency: _Optional[_Union[LatencyModel, _Mapping]] = ..., node: _Optional[str] = ..., pid: _Optional[int] = ..., version: _Optional[str] = ..., rank_pids: _Optional[_Iterable[int]] = ...) -> None: ...
 
+class StepTotals(_message.Message):
+    __slots__ = ("prefill_steps", "prefill_tokens", "prefill_pairs", "beside_seqs", "beside_context", "prefill_ms", "decode_steps", "decode_seqs", "decode_context", "decode_ms")
+    PREFILL_STEPS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_PAIRS_FIELD_NUMBER: _ClassVar[int]
+    BESIDE_SEQS_FIELD_NUMBER: _ClassVar[int]
+    BESIDE_CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_MS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_STEPS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_SEQS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    DECODE_MS_FIELD_NUMBER: _ClassVar[int]
+    prefill_steps: int
+    prefill_tokens: int
+    prefill_pairs: float
+    beside_seqs: int
+    beside_context: int
+    prefill_ms: float
+    decode_steps: int
+    decode_seqs: int
+    decode_context: int
+    decode_ms: float
+    def __init__(self, prefill_steps: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., prefill_pairs: _Optional[float] = ..., beside_seqs: _Optional[int] = ..., beside_context: _Optional[int] = ..., prefill_ms: _Optional[float] = ..., decode_steps: _Optional[int] = ..., decode_seqs: _Optional[int] = ..., decode_context: _Optional[int] = ..., decode_ms: _Optional[float] = ...) -> None: ...
+
 class LoadReport(_message.Message):
-    __slots__ = ("instance_id", "epoch", "seq", "at_unix_ns", "waiting_seqs", "waiting_tokens", "oldest_wait_ms", "running_seqs", "running_context_tokens", "num_blocks", "free_blocks", "held_blocks", "cached_blocks", "inflight_transfer_bytes", "step_ms", "steps")
+    __slots__ = ("instance_id", "epoch", "seq", "at_unix_ns", "waiting_seqs", "waiting_tokens", "oldest_wait_ms", "running_seqs", "running_context_tokens", "num_blocks", "free_blocks", "held_blocks", "cached_blocks", "inflight_transfer_bytes", "step_ms", "steps", "totals")
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     SEQ_FIELD_NUMBER: _ClassVar[int]
@@ -314,6 +346,7 @@ class LoadReport(_message.Message):
     INFLIGHT_TRANSFER_BYTES_FIELD_NUMBER: _ClassVar[int]
     STEP_MS_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
+    TOTALS_FIELD_NUMBER: _ClassVar[int]
     instance_id: str
     epoch: int
     seq: int
@@ -330,7 +363,8 @@ class LoadReport(_message.Message):
     inflight_transfer_bytes: int
     step_ms: float
     steps: int
-    def __init__(self, instance_id: _Optional[str] = ..., epoch: _Optional[int] = ..., seq: _Optional[int] = ..., at_unix_ns: _Optional[int] = ..., waiting_seqs: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., oldest_wait_ms: _Optional[float] = ..., running_seqs: _Optional[int] = ..., running_context_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., held_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., inflight_transfer_bytes: _Optional[int] = ..., step_ms: _Optional[float] = ..., steps: _Optional[int] = ...) -> None: ...
+    totals: StepTotals
+    def __init__(self, instance_id: _Optional[str] = ..., epoch: _Optional[int] = ..., seq: _Optional[int] = ..., at_unix_ns: _Optional[int] = ..., waiting_seqs: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., oldest_wait_ms: _Optional[float] = ..., running_seqs: _Optional[int] = ..., running_context_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., held_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., inflight_transfer_bytes: _Optional[int] = ..., step_ms: _Optional[float] = ..., steps: _Optional[int] = ..., totals: _Optional[_Union[StepTotals, _Mapping]] = ...) -> None: ...
 
 class KvEvent(_message.Message):
     __slots__ = ("kind", "hashes")

@@ -89,7 +89,13 @@ class LedgerMachine(RuleBasedStateMachine):
             del self.open[reservation.decision_id]
 
     def _legs(self, instance: InstanceId):
-        return list(self.ledger._by_instance.get(instance, {}).values())
+        return [
+            leg
+            for legs in [self.ledger._by_instance.get(instance)]
+            if legs
+            for kind in (legs.recent, legs.settled)
+            for leg in kind.values()
+        ]
 
     @invariant()
     def is_sound(self) -> None:

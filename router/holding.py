@@ -1,0 +1,255 @@
+"""Queries that wait in the router: in which order they go, and whom overload leaves out.
+
+Two lanes for each model. ON_TIME holds queries whose first token can still be in time, by their
+latest start; LATE_OK holds those without such a target, and those of best-effort classes that can
+not meet theirs any more, in the order of fair shares. ON_TIME goes first, but LATE_OK is never
+starved: it goes when ON_TIME has slack for it, and when its head has waited for ``ageing_ms`` it
+gets a small share of the work whatever ON_TIME has.
+
+::
+
+    enter ──▶ ON_TIME ──▶ left out ──▶ LATE_OK (best effort) | gone (strict)
+    enter ──▶ LATE_OK
+
+The queue owns its entries: each is in exactly one lane until it is removed, once. Plain data, no
+clock of its own: every method is told the time (router's monotonic nanoseconds).
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+
+from isthmus.common.clock import NS_PER_MS
+from isthmus.common.ids import RequestId
+from isthmus.router.shares import TenantShares
+from isthmus.router.shedding import NEVER_LATE, Job, leave_out
+from isthmus.router.types import RouteQuery
+
+AGED_SHARE = 0.1  # of the work started, that an aged head of LATE_OK gets at least
+SHARE_MEMORY_MS = 10_000.0  # of work, after which what was started counts half
+
+
+class Lane(Enum):
+    ON_TIME = "on_time"
+    LATE_OK = "late_ok"
+
+
+@dataclass(eq=False, slots=True)
+class HeldQuery:
+    """``latest_start_ns`` orders ON_TIME, ``tag`` LATE_OK; ``work_ms`` = predicted prefill."""
+
+    query: RouteQuery
+    since_ns: int
+    expires_ns: int | None  # its deadline
+    work_ms: float
+    latest_start_ns: int | None
+    lane: Lane
+    place: int  # of its entry: settles ties, first come first
+    tag: float = 0.0
+    obstacle: str = ""  # what was in its way when it was last looked at
+
+    @property
+    def key(self) -> tuple[float, int]:
+        if self.lane is Lane.ON_TIME:
+            assert self.latest_start_ns is not None
+            return self.latest_start_ns, self.place
+        return self.tag, self.place
+
+
+@dataclass(slots=True)
+class _Line:
+    """The two lanes of one model, each in order."""
+
+    on_time: list[HeldQuery] = field(default_factory=list)
+    late_ok: list[HeldQuery] = field(default_factory=list)
+    slack_ms: float = NEVER_LATE  # of ON_TIME, when it was last planned
+    started_ms: float = 0.0  # work since LATE_OK was last empty
+    started_late_ok_ms: float = 0.0
+
+    def lane(self, lane: Lane) -> list[HeldQuery]:
+        return self.on_time if lane is Lane.ON_TIME else self.late_ok
+
+
+class HoldingQueue:
+    def __init__(self, shares: TenantShares, ageing_ms: float, max_held: int) -> None:
+        self.shares = shares
+        self._ageing_ns = int(ageing_ms * NS_PER_MS)
+        self._max_held = max_held
+        self._lines: dict[str, _Line] = {}
+        self._held: dict[RequestId, HeldQuery] = {}
+        self._num_entered = 0
+        self._next_expiry_ns: int | None = None  # none of the held ends before
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def __contains__(self, request_id: RequestId) -> bool:
+        return request_id in self._held
+
+    @property
+    def is_full(self) -> bool:
+        return len(self._held) >= self._max_held
+
+    def models(self) -> list[str]:
+        return list(self._lines)
+
+    def num_held(self, model: str) -> int:
+        line = self._lines.get(model)
+        return len(line.on_time) + len(line.late_ok) if line is not None else 0
+
+    def work_ms(self, model: str) -> float:
+        """Predicted prefill work of all who wait."""
+        line = self._lines.get(model)
+        return sum(held.work_ms for held in self._all(line)) if line is not None else 0.0
+
+    def enter(
+        self,
+        query: RouteQuery,
+        work_ms: float,
+        latest_start_ns: int | None,
+        now_ns: int,
+        expires_ns: int | None,
+    ) -> HeldQuery:
+        """``latest_start_ns`` None: nothing that could be missed."""
+        assert query.request_id not in self._held
+        lane = Lane.LATE_OK if latest_start_ns is None else Lane.ON_TIME
+        held = HeldQuery(
+            query, now_ns, expires_ns, work_ms, latest_start_ns, lane, self._num_entered
+        )
+        self._num_entered += 1
+        self._held[query.request_id] = held
+        self._insert(held)
+        self._next_expiry_ns = _earlier(self._next_expiry_ns, expires_ns)
+        return held
+
+    def remove(self, request_id: RequestId) -> HeldQuery | None:
+        """None when it is not here (any more)."""
+        held = self._held.pop(request_id, None)
+        if held is not None:
+            self._take_out(held)
+            line = self._lines[held.query.model]
+            if not line.on_time and not line.late_ok:
+                del self._lines[held.query.model]
+        return held
+
+    def started(self, held: HeldQuery, now_ns: int) -> None:
+        """Removes ``held``: it was dispatched, and its tenant has had its work."""
+        line = self._lines[held.query.model]
+        line.started_ms += held.work_ms
+        if held.lane is Lane.LATE_OK:
+            line.started_late_ok_ms += held.work_ms
+        if line.started_ms > SHARE_MEMORY_MS:
+            line.started_ms /= 2
+            line.started_late_ok_ms /= 2
+        tag = held.tag if held.lane is Lane.LATE_OK else None
+        self.shares.served(held.query.tenant, tag, held.work_ms, now_ns)
+        self.remove(held.query.request_id)
+
+    def demote(self, held: HeldQuery) -> None:
+        """From ON_TIME to LATE_OK: it will be late, and its class would rather be late than not
+        be served."""
+        assert held.lane is Lane.ON_TIME
+        self._take_out(held)
+        held.lane, held.latest_start_ns = Lane.LATE_OK, None
+        self._insert(held)
+
+    def in_order(self, model: str, now_ns: int, num_workers: float) -> Iterator[HeldQuery]:
+        """Who goes first, second, …, as things stand. ``num_workers`` share the work."""
+        line = self._lines.get(model)
+        if line is None:
+            return
+        on_time, late_ok = list(line.on_time), list(line.late_ok)
+        if late_ok and self._goes_first(late_ok[0], line, now_ns, num_workers):
+            yield late_ok.pop(0)
+        yield from on_time
+        yield from late_ok
+
+    def expired(self, now_ns: int) -> list[HeldQuery]:
+        """Whose deadline has come."""
+        if self._next_expiry_ns is None or now_ns < self._next_expiry_ns:
+            return []
+        ended: list[HeldQuery] = []
+        self._next_expiry_ns = None
+        for held in self._held.values():
+            if held.expires_ns is not None and held.expires_ns <= now_ns:
+                ended.append(held)
+            else:
+                self._next_expiry_ns = _earlier(self._next_expiry_ns, held.expires_ns)
+        return ended
+
+    def left_out(
+        self, model: str, now_ns: int, ready_ms: float, num_workers: float
+    ) -> list[HeldQuery]:
+        """Those of ON_TIME to be given up so that the others are in time; nobody is moved.
+
+        ``ready_ms``: when the first of the pool's workers has done what it has.
+        """
+        line = self._lines.get(model)
+        if line is None or not line.on_time:
+            return []
+        factor = {held.query.tenant: 0.0 for held in line.on_time}
+        for tenant in factor:
+            factor[tenant] = self.shares.factor(tenant, now_ns)
+        jobs = []
+        for held in line.on_time:
+            assert held.latest_start_ns is not None
+            share_ms = held.work_ms / num_workers
+            start_ms = (held.latest_start_ns - now_ns) / NS_PER_MS
+            weight = held.query.slo.weight * factor[held.query.tenant]
+            jobs.append(Job(start_ms + share_ms, share_ms, weight))
+        plan = leave_out(jobs, ready_ms)
+        line.slack_ms = plan.slack_ms
+        return [line.on_time[place] for place in plan.left_out]
+
+    def next_change_ns(self) -> int | None:
+        """When the first of them passes its latest start or its deadline."""
+        first = self._next_expiry_ns
+        for line in self._lines.values():
+            if line.on_time:
+                first = _earlier(first, line.on_time[0].latest_start_ns)
+        return first
+
+    def check_integrity(self) -> None:
+        """AssertionError when the lanes and the set disagree."""
+        found = [held for line in self._lines.values() for held in self._all(line)]
+        assert len(found) == len(self._held)
+        assert {id(held) for held in found} == {id(held) for held in self._held.values()}
+        for line in self._lines.values():
+            assert line.on_time or line.late_ok, "an empty line has no entry"
+            for lane in Lane:
+                entries = line.lane(lane)
+                assert all(held.lane is lane for held in entries)
+                assert [held.key for held in entries] == sorted(held.key for held in entries)
+
+    def _goes_first(self, head: HeldQuery, line: _Line, now_ns: int, num_workers: float) -> bool:
+        """LATE_OK's head before ON_TIME: nobody is late for it, or it has waited too long."""
+        if not line.on_time or line.slack_ms >= head.work_ms / num_workers:
+            return True
+        is_aged = now_ns - head.since_ns >= self._ageing_ns
+        return is_aged and line.started_late_ok_ms <= AGED_SHARE * line.started_ms
+
+    def _insert(self, held: HeldQuery) -> None:
+        line = self._lines.setdefault(held.query.model, _Line())
+        if held.lane is Lane.LATE_OK:
+            held.tag = self.shares.tag(held.query.tenant, held.work_ms)
+            if not line.late_ok:
+                line.started_ms = line.started_late_ok_ms = 0.0
+        insort(line.lane(held.lane), held, key=lambda item: item.key)
+
+    def _take_out(self, held: HeldQuery) -> None:
+        line = self._lines[held.query.model]
+        entries = line.lane(held.lane)
+        entries.remove(held)
+
+    def _all(self, line: _Line) -> list[HeldQuery]:
+        return [*line.on_time, *line.late_ok]
+
+
+def _earlier(one: int | None, other: int | None) -> int | None:
+    """None = never."""
+    if one is None or other is None:
+        return other if one is None else one
+    return min(one, other)

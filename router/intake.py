@@ -1,0 +1,286 @@
+"""Who starts now, who waits, who is refused: late binding over the holding queue.
+
+A query is bound to a pair only when somebody can start on it, so instances' own queues stay about
+one step deep and order, cancels and news of the cluster count until the last moment. While it waits
+it is in one lane of ``holding``; every ``tick`` gives up whoever cannot be in time any more
+(overload, by Moore and Hodgson's rule), then binds in order as far as there is room. Pure: told the
+time, returns what was settled. See ``verdict`` for the life of a query.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import exp
+from typing import Protocol
+
+from isthmus.common import metrics
+from isthmus.common.backoff import retry_after_ms
+from isthmus.common.clock import NS_PER_MS
+from isthmus.common.errors import (
+    CapacityError,
+    DeadlineError,
+    InfeasibleSloError,
+    IsthmusError,
+    SloShedError,
+)
+from isthmus.common.ids import RequestId
+from isthmus.common.types import RouteAction, RouteDecision
+from isthmus.router.holding import HeldQuery, HoldingQueue, Lane
+from isthmus.router.placement import Look
+from isthmus.router.types import RouteQuery
+from isthmus.router.verdict import Admitted, Held, Rejected, Settled, Verdict
+
+SPEED_MEMORY_MS = 2_000.0
+PLAN_MS = 10  # between two looks at who must be left out
+MAX_PASSED_OVER = 4  # queries that find no place, before the rest of a line is not asked
+LONGEST_WAIT_MS = 50  # for news that does not come
+
+
+class Places(Protocol):
+    """What the cluster offers (``placement``)."""
+
+    def look(
+        self, query: RouteQuery, now_ns: int, *, is_on_time: bool = True, is_aged: bool = False
+    ) -> Look | None: ...
+
+    def soonest_start_ms(self, model: str, now_ns: int) -> float: ...
+
+    def least_wait_ms(self, model: str, now_ns: int) -> float: ...
+
+    def missed(self, query: RouteQuery, obstacle: str, now_ns: int) -> None: ...
+
+
+@dataclass(slots=True)
+class _Pool:
+    """Of one model, as it was last looked at, and how much it has been given to do lately."""
+
+    ready_ms: float
+    floor_ms: float
+    num_workers: int
+    plans_ns: int = 0  # when to look again at who must be left out
+    started_ms: float = 0.0  # work, decaying
+    started_at_ns: int = 0
+
+    def started(self, work_ms: float, now_ns: int) -> None:
+        self.started_ms = self._decayed(now_ns) + work_ms
+        self.started_at_ns = now_ns
+
+    def speed(self, now_ns: int) -> float:
+        """Work done in a time, in workers: those for prompts, or more where others help out."""
+        return max(float(self.num_workers), self._decayed(now_ns) / SPEED_MEMORY_MS)
+
+    def _decayed(self, now_ns: int) -> float:
+        age_ms = (now_ns - self.started_at_ns) / NS_PER_MS
+        return self.started_ms * exp(-age_ms / SPEED_MEMORY_MS)
+
+
+class Intake:
+    """Owns the queue. ``commit`` books a decision; ``refuse`` notes a refusal, and finds out why
+    nobody can take a query when it is given no error."""
+
+    def __init__(
+        self,
+        queue: HoldingQueue,
+        places: Places,
+        commit: Callable[[RouteQuery, Look, RouteAction, int], RouteDecision],
+        refuse: Callable[[RouteQuery, IsthmusError | None, int], IsthmusError],
+        ageing_ms: float,
+    ) -> None:
+        self._queue = queue
+        self._places = places
+        self._commit = commit
+        self._refuse = refuse
+        self._ageing_ns = int(ageing_ms * NS_PER_MS)
+        self._pools: dict[str, _Pool] = {}
+        self._next_tick_ns: int | None = None
+
+    @property
+    def queue(self) -> HoldingQueue:
+        return self._queue
+
+    def submit(self, query: RouteQuery, deadline_ns: int | None, now_ns: int) -> Verdict:
+        """``deadline_ns``: by the same clock as ``now_ns``."""
+        look = self._places.look(query, now_ns)
+        if look is None:
+            return self._rejected(query, None, now_ns)
+        slo, weighed = query.slo, look.weighed
+        if look.is_infeasible and slo.is_strict:
+            return self._rejected(query, _infeasible(query, look), now_ns)
+        self._remember(query.model, look)
+        latest_ns = None if look.is_infeasible else look.latest_start_ns
+        if latest_ns is not None and latest_ns < now_ns:
+            if slo.is_strict:
+                return self._rejected(query, self._shed(query, weighed.work_ms, now_ns), now_ns)
+            latest_ns = None
+        if latest_ns is None and slo.ttft_ms is not None:
+            late_look = self._places.look(query, now_ns, is_on_time=False)
+            look = late_look or look
+        if not self._queue.num_held(query.model) and look.weighed.candidates:
+            self._queue.shares.served(query.tenant, None, weighed.work_ms, now_ns)
+            is_late = latest_ns is None and slo.ttft_ms is not None
+            action = RouteAction.DEGRADE if is_late else RouteAction.ADMIT
+            return self._admitted(query, look, action, now_ns)
+        if self._queue.is_full:
+            error = CapacityError(
+                f"{len(self._queue)} requests wait already",
+                stage="route",
+                reason="queue_full",
+                retry_after_ms=retry_after_ms(self._backlog_ms(query.model)),
+            )
+            return self._rejected(query, error, now_ns)
+        self._queue.enter(query, weighed.work_ms, latest_ns, now_ns, deadline_ns)
+        self._next_tick_ns = now_ns
+        metrics.HOLDS.labels(reason=look.weighed.obstacle or "in_line").inc()
+        return Held(query.request_id, latest_ns)
+
+    def cancel(self, request_id: RequestId) -> bool:
+        """False when it does not wait (any more)."""
+        return self._queue.remove(request_id) is not None
+
+    def tick(self, now_ns: int) -> list[Settled]:
+        settled: list[Settled] = []
+        if not len(self._queue):
+            self._next_tick_ns = None
+            return settled
+        for held in self._queue.expired(now_ns):
+            waited_ms = (now_ns - held.since_ns) / NS_PER_MS
+            message = f"the request's deadline came while it waited ({waited_ms:.0f} ms)"
+            error = DeadlineError(message, stage="route")
+            self._give_up(held, error, now_ns, settled)
+        wait_ms = float(LONGEST_WAIT_MS)
+        for model in self._queue.models():
+            self._leave_out(model, now_ns, settled)
+            wait_ms = min(wait_ms, self._bind(model, now_ns, settled))
+        self._next_tick_ns = self._next(now_ns, wait_ms)
+        return settled
+
+    def next_tick_ns(self) -> int | None:
+        return self._next_tick_ns
+
+    # --- whom to give up -------------------------------------------------------------------------
+
+    def _leave_out(self, model: str, now_ns: int, settled: list[Settled]) -> None:
+        pool = self._pools.get(model)
+        if pool is None or now_ns < pool.plans_ns:
+            return
+        pool.plans_ns = now_ns + PLAN_MS * NS_PER_MS
+        pool.ready_ms = self._places.least_wait_ms(model, now_ns)
+        for held in self._queue.left_out(model, now_ns, pool.ready_ms, pool.speed(now_ns)):
+            self._places.missed(held.query, held.obstacle, now_ns)
+            if held.query.slo.is_strict:
+                error = self._shed(held.query, held.work_ms, now_ns, held)
+                self._give_up(held, error, now_ns, settled)
+            else:
+                self._queue.demote(held)
+
+    def _shed(
+        self, query: RouteQuery, work_ms: float, now_ns: int, held: HeldQuery | None = None
+    ) -> SloShedError:
+        waited_ms = (now_ns - held.since_ns) / NS_PER_MS if held is not None else 0.0
+        backlog_ms = self._backlog_ms(query.model)
+        predicted_ms = waited_ms + backlog_ms + work_ms
+        limit_ms = query.slo.ttft_ms
+        return SloShedError(
+            f"the first token would come after about {predicted_ms:.0f} ms, and the target of "
+            f"class {query.slo.class_name} is {limit_ms:g} ms",
+            stage="route",
+            reason="overload",
+            predicted_ms=predicted_ms,
+            limit_ms=limit_ms,
+            retry_after_ms=retry_after_ms(backlog_ms),
+        )
+
+    def _backlog_ms(self, model: str) -> float:
+        pool = self._pools.get(model)
+        if pool is None:
+            return 0.0
+        return pool.ready_ms + self._queue.work_ms(model) / pool.num_workers
+
+    # --- whom to bind ----------------------------------------------------------------------------
+
+    def _bind(self, model: str, now_ns: int, settled: list[Settled]) -> float:
+        """Binds in order as far as there is room; milliseconds until there may be more."""
+        pool = self._pools[model]
+        num_passed_over, wait_ms = 0, float(LONGEST_WAIT_MS)
+        for held in self._queue.in_order(model, now_ns, pool.num_workers):
+            soonest_ms = self._places.soonest_start_ms(model, now_ns)
+            if 0 < soonest_ms < float("inf"):
+                return max(1.0, soonest_ms)
+            if num_passed_over >= MAX_PASSED_OVER:
+                break
+            is_on_time = held.lane is Lane.ON_TIME
+            is_aged = now_ns - held.since_ns >= self._ageing_ns
+            look = self._places.look(
+                held.query, now_ns, is_on_time=is_on_time, is_aged=is_aged and not is_on_time
+            )
+            if look is None:
+                self._give_up(held, None, now_ns, settled)
+            elif look.weighed.candidates:
+                is_late = not is_on_time and held.query.slo.ttft_ms is not None
+                action = RouteAction.DEGRADE if is_late else RouteAction.QUEUE
+                self._queue.started(held, now_ns)
+                admitted = self._admitted(held.query, look, action, now_ns)
+                settled.append(Settled(held.query.request_id, admitted))
+            else:
+                num_passed_over += 1
+                held.obstacle = look.weighed.obstacle
+                self._remember(model, look)
+                if look.weighed.ready_ms > 0:
+                    wait_ms = min(wait_ms, max(1.0, look.weighed.ready_ms))
+        return wait_ms
+
+    def _admitted(
+        self, query: RouteQuery, look: Look, action: RouteAction, now_ns: int
+    ) -> Admitted:
+        pool = self._remember(query.model, look)
+        pool.started(look.weighed.work_ms, now_ns)
+        return Admitted(self._commit(query, look, action, now_ns))
+
+    def _rejected(self, query: RouteQuery, error: IsthmusError | None, now_ns: int) -> Rejected:
+        return Rejected(self._refuse(query, error, now_ns))
+
+    def _give_up(
+        self, held: HeldQuery, error: IsthmusError | None, now_ns: int, settled: list[Settled]
+    ) -> None:
+        self._queue.remove(held.query.request_id)
+        rejected = self._rejected(held.query, error, now_ns)
+        settled.append(Settled(held.query.request_id, rejected))
+
+    def _remember(self, model: str, look: Look) -> _Pool:
+        weighed = look.weighed
+        pool = self._pools.get(model)
+        if pool is None:
+            pool = _Pool(weighed.ready_ms, weighed.floor_ms, weighed.num_workers)
+            self._pools[model] = pool
+        else:
+            pool.ready_ms, pool.floor_ms = weighed.ready_ms, weighed.floor_ms
+            pool.num_workers = weighed.num_workers
+        return pool
+
+    def _next(self, now_ns: int, wait_ms: float) -> int | None:
+        if not len(self._queue):
+            return None
+        next_ns = now_ns + int(wait_ms * NS_PER_MS)
+        change_ns = self._queue.next_change_ns()
+        if change_ns is not None:
+            next_ns = min(next_ns, max(change_ns, now_ns + NS_PER_MS))
+        return next_ns
+
+
+def _infeasible(query: RouteQuery, look: Look) -> InfeasibleSloError:
+    """Not for load: for the size of the request, or the speed of the instances."""
+    slo, weighed = query.slo, look.weighed
+    limit_ms: float | None
+    if slo.ttft_ms is not None and weighed.floor_ms > slo.ttft_ms:
+        what, predicted_ms, limit_ms = "TTFT", weighed.floor_ms, slo.ttft_ms
+    else:
+        what, predicted_ms, limit_ms = "TPOT", weighed.floor_tpot_ms, slo.tpot_ms
+    return InfeasibleSloError(
+        f"{query.num_prompt_tokens} prompt tokens mean a {what} of {predicted_ms:.0f} ms even on "
+        f"an idle instance; the target of class {slo.class_name} is {limit_ms:g} ms",
+        stage="route",
+        reason="slo_infeasible",
+        predicted_ms=predicted_ms,
+        limit_ms=limit_ms,
+    )

@@ -1,0 +1,87 @@
+"""How fast KV travels between two instances: by where they are, corrected by what was measured.
+
+Links are taken by class (same node, or farther), since one of hundreds of pairs is measured
+too rarely; a pair that was measured often enough goes by its own rate. A rate is an exponential
+mean of bytes per millisecond. Bounded: pairs beyond ``MAX_PAIRS`` stay with their class.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from isthmus.common.cluster import InstanceInfo
+from isthmus.common.ids import InstanceId
+
+SETUP_MS = 2.0
+SMOOTHING = 0.1
+ENOUGH = 8
+MAX_PAIRS = 8_192
+MIN_BYTES = 2**16  # less says more about set-up than about the link
+NOTABLE = 0.1  # change of a rate, below which tables need not be made anew
+
+
+class LinkClass(Enum):
+    NODE = "node"
+    FAR = "far"
+
+
+FIRST_RATES = {LinkClass.NODE: 2e6, LinkClass.FAR: 1e6}  # bytes/ms: modest links
+Pair = tuple[InstanceId, InstanceId]
+
+
+@dataclass(slots=True)
+class _Rate:
+    value: float
+    num_samples: int = 0
+    published: float = 0.0
+
+    def learn(self, measured: float) -> bool:
+        """True when it has moved notably since it was last looked at."""
+        weight = max(SMOOTHING, 1.0 / (self.num_samples + 1))
+        self.value += weight * (measured - self.value)
+        self.num_samples += 1
+        if abs(self.value - self.published) <= NOTABLE * self.published:
+            return False
+        self.published = self.value
+        return True
+
+
+class Links:
+    def __init__(self) -> None:
+        self._classes = {name: _Rate(rate, 0, rate) for name, rate in FIRST_RATES.items()}
+        self._pairs: dict[Pair, _Rate] = {}
+        self.version = 0  # grows when a rate has changed notably
+
+    def bytes_per_ms(self, source: InstanceInfo, target: InstanceInfo) -> float:
+        own = self._pairs.get((source.instance_id, target.instance_id))
+        if own is not None and own.num_samples >= ENOUGH:
+            return own.value
+        return self._classes[link_class(source, target)].value
+
+    def observe(
+        self, source: InstanceInfo, target: InstanceInfo, num_bytes: int, elapsed_ms: float
+    ) -> None:
+        """A transfer took ``elapsed_ms`` from its first byte to its last."""
+        if num_bytes < MIN_BYTES or elapsed_ms <= 0:
+            return
+        rate = num_bytes / elapsed_ms
+        has_moved = self._classes[link_class(source, target)].learn(rate)
+        pair = source.instance_id, target.instance_id
+        own = self._pairs.get(pair)
+        if own is None and len(self._pairs) < MAX_PAIRS:
+            own = self._pairs[pair] = _Rate(rate)
+        if own is not None:
+            has_moved = (own.learn(rate) and own.num_samples >= ENOUGH) or has_moved
+        self.version += has_moved
+
+    def forget(self, instance_id: InstanceId) -> None:
+        """The instance is gone, or has restarted elsewhere."""
+        for pair in [pair for pair in self._pairs if instance_id in pair]:
+            del self._pairs[pair]
+
+
+def link_class(source: InstanceInfo, target: InstanceInfo) -> LinkClass:
+    """Nodes without a name are different ones."""
+    is_same = bool(source.node) and source.node == target.node
+    return LinkClass.NODE if is_same else LinkClass.FAR

@@ -1,0 +1,178 @@
+"""One query against the cluster as it is: what the goodput policy says, and what that means.
+
+Joins the columns (``table``), the prefix index, what was learned (residuals, lengths, prices) and
+the policy. Decides nothing about waiting: that is ``intake``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from isthmus.common.clock import NS_PER_MS, Clock
+from isthmus.common.ids import InstanceId
+from isthmus.router.goodput import NEVER, Ask, GoodputPolicy, Weighed
+from isthmus.router.knowledge import Knowledge
+from isthmus.router.prices import Stage
+from isthmus.router.quantiles import Kind, bucket_of
+from isthmus.router.state import RouterState
+from isthmus.router.table import ClusterTable
+from isthmus.router.types import RouteQuery
+
+_OF_DECODE = frozenset({"tpot", "decode_full", "second_token_gap"})
+
+
+@dataclass(slots=True)
+class Look:
+    """``latest_start_ns``: when its prefill must begin at the latest; None without a TTFT target.
+
+    ``is_infeasible``: by its size, whatever the load: not even an idle cluster meets the targets.
+    """
+
+    ask: Ask
+    weighed: Weighed
+    elapsed_ms: float
+    latest_start_ns: int | None
+    is_infeasible: bool
+
+
+class Placement:
+    def __init__(
+        self, state: RouterState, knowledge: Knowledge, policy: GoodputPolicy, clock: Clock
+    ) -> None:
+        self._state = state
+        self._knowledge = knowledge
+        self._policy = policy
+        self._clock = clock
+        self._table = ClusterTable(knowledge.links)
+        self._doubtful: set[InstanceId] = set()  # their breakers are not closed
+
+    def look(
+        self,
+        query: RouteQuery,
+        now_ns: int,
+        *,
+        is_on_time: bool = True,
+        is_aged: bool = False,
+    ) -> Look | None:
+        """None when no instance could take it at all.
+
+        ``is_on_time`` False: its targets are lost or it has none. ``is_aged``: it has waited so
+        long that it may slow others down.
+        """
+        self.refresh(now_ns)
+        tables = self._table.of_model(query.model)
+        depths: dict[InstanceId, int] = {}
+        for chain in query.hash_chains:
+            depths |= self._state.index.match(chain)
+        elapsed_ms = self._elapsed_ms(query)
+        ask = self._ask(query, elapsed_ms, now_ns, is_on_time=is_on_time, is_aged=is_aged)
+        prices = self._knowledge.prices.current
+        now_ms = now_ns / NS_PER_MS
+        best: Weighed | None = None
+        for table in tables:
+            weighed = self._policy.weigh(table, query, depths, ask, prices, now_ms)
+            if weighed.work_ms < NEVER and (best is None or _is_better(weighed, best)):
+                best = weighed
+        if best is None:
+            return None
+        return self._look(query, ask, best, elapsed_ms, now_ns)
+
+    def refresh(self, now_ns: int) -> None:
+        """Brings the columns up to date."""
+        state = self._state
+        if state.membership_changed:
+            state.membership_changed = False
+            self._table.is_outdated = True
+        dirty = state.dirty
+        if not dirty and not self._doubtful and not self._table.is_outdated:
+            return
+        # What the clock alone may change: a breaker half opens by itself.
+        dirty |= self._doubtful
+        self._table.refresh(state.cluster.views, dirty, state.ledger.pending, now_ns)
+        for instance_id in dirty:
+            view = state.cluster.get(instance_id)
+            if view is not None and not view.breaker.is_closed:
+                self._doubtful.add(instance_id)
+            else:
+                self._doubtful.discard(instance_id)
+        dirty.clear()
+
+    def soonest_start_ms(self, model: str, now_ns: int) -> float:
+        """When the first prompt more could be begun anywhere; infinite without an instance."""
+        self.refresh(now_ns)
+        now_ms = now_ns / NS_PER_MS
+        return min(
+            (
+                self._policy.soonest_start_ms(columns, now_ms)
+                for table in self._table.of_model(model)
+                if table.local.is_usable.any()  # else nobody could decode
+                for columns in (table.prefills, table.local)
+            ),
+            default=NEVER,
+        )
+
+    def least_wait_ms(self, model: str, now_ns: int) -> float:
+        """Until an instance of the pool for prompts has nothing to do; 0 without one."""
+        self.refresh(now_ns)
+        now_ms = now_ns / NS_PER_MS
+        tables = self._table.of_model(model)
+        waits = [self._policy.least_wait_ms(table, now_ms) for table in tables]
+        return min((wait for wait in waits if wait < NEVER), default=0.0)
+
+    def missed(self, query: RouteQuery, obstacle: str, now_ns: int) -> None:
+        """``query`` was given up: whatever was in its way is scarce."""
+        stage = Stage.DECODE if obstacle in _OF_DECODE else Stage.PREFILL
+        self._knowledge.prices.count(stage, query.slo.quantile, True, now_ns)
+
+    def _elapsed_ms(self, query: RouteQuery) -> float:
+        if not query.arrival_ns:
+            return 0.0
+        return max(0.0, (self._clock.now_ns() - query.arrival_ns) / NS_PER_MS)
+
+    def _ask(
+        self,
+        query: RouteQuery,
+        elapsed_ms: float,
+        now_ns: int,
+        *,
+        is_on_time: bool,
+        is_aged: bool,
+    ) -> Ask:
+        slo, known = query.slo, self._knowledge
+        bucket, quantile = bucket_of(query.num_prompt_tokens), slo.quantile
+        ttft_ms = slo.ttft_ms if is_on_time else None
+        keeps_tpot = (ttft_ms is not None or slo.ttft_ms is None) and not is_aged
+        return Ask(
+            output_tokens=known.lengths.expected(
+                query.model, slo.class_name, query.num_prompt_tokens, query.max_output_tokens
+            ),
+            ttft_ms=ttft_ms,
+            left_ms=NEVER if ttft_ms is None else ttft_ms - elapsed_ms,
+            tpot_ms=slo.tpot_ms if keeps_tpot else None,
+            remote_ratio=known.residuals.ratio(Kind.TTFT, bucket, quantile, now_ns),
+            local_ratio=known.residuals.ratio(Kind.LOCAL_TTFT, bucket, quantile, now_ns),
+            tpot_ratio=known.residuals.ratio(Kind.TPOT, bucket, quantile, now_ns),
+            spares_residents=not is_aged,
+            may_explore=True,
+        )
+
+    def _look(
+        self, query: RouteQuery, ask: Ask, weighed: Weighed, elapsed_ms: float, now_ns: int
+    ) -> Look:
+        slo = query.slo
+        is_infeasible = (slo.ttft_ms is not None and weighed.floor_ms > slo.ttft_ms) or (
+            slo.tpot_ms is not None and weighed.floor_tpot_ms > slo.tpot_ms
+        )
+        latest_start_ns = None
+        if ask.ttft_ms is not None:
+            spare_ms = ask.left_ms - weighed.floor_quantile_ms
+            latest_start_ns = now_ns + int(spare_ms * NS_PER_MS)
+        return Look(ask, weighed, elapsed_ms, latest_start_ns, is_infeasible)
+
+
+def _is_better(one: Weighed, other: Weighed) -> bool:
+    if bool(one.candidates) != bool(other.candidates):
+        return bool(one.candidates)
+    if one.candidates:
+        return one.candidates[0].score < other.candidates[0].score
+    return one.ready_ms < other.ready_ms

@@ -1,0 +1,178 @@
+"""How wrong predictions are: quantiles of measured / predicted, and whether they hold.
+
+For each (kind of time, size bucket) the last ``WINDOW`` ratios are kept in order. A class that asks
+for the q-quantile gets the window's value at a level that is itself corrected: up a little with
+each measurement above the answer, down less with each below, so that the share below tends to q
+whatever drifts (adaptive conformal inference, Gibbs and Candès, NeurIPS 2021). Coverage is that
+share over the last measurements of a level. Everything is bounded: buckets are few by construction,
+levels by ``MAX_LEVELS``.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import deque
+from dataclasses import dataclass, field
+from enum import Enum
+
+from isthmus.common.clock import NS_PER_S
+
+WINDOW = 200
+ENOUGH = 20  # ratios, below which the guess below counts as well
+PRIOR_SPREAD = 0.25  # of the ratio at level 1 above 1, before anything was measured
+FLOOR_MS = 10.0  # constant overheads must not read as large ratios of tiny times
+STEP = 0.02  # of the corrected level
+MEMORY_NS = 60 * NS_PER_S
+MAX_RATIO = 4.0
+"""What nobody is admitted for is not measured either: old ratios are forgotten, and none is taken
+for more than this, so that bad times cannot keep everybody out for ever."""
+COVERAGE_WINDOW = 200
+MAX_LEVELS = 16
+BUCKET_TOKENS = (128, 512, 2_048, 8_192, 32_768)
+
+
+class Kind(Enum):
+    """Which time: they differ in what makes them wrong."""
+
+    TTFT = "ttft"  # of a prompt computed by a prefill instance
+    LOCAL_TTFT = "local_ttft"  # of one computed where it is decoded
+    TPOT = "tpot"
+
+
+def bucket_of(num_tokens: int) -> int:
+    """Of a size in tokens (prompt) or sequences' context: 0 … len(BUCKET_TOKENS)."""
+    return bisect_left(BUCKET_TOKENS, num_tokens)
+
+
+def ratio_of(measured_ms: float, predicted_ms: float) -> float:
+    return (measured_ms + FLOOR_MS) / (predicted_ms + FLOOR_MS)
+
+
+def scaled(predicted_ms: float, ratio: float) -> float:
+    """The time that ``ratio`` turns a prediction into: the inverse of ``ratio_of``."""
+    return max(0.0, (predicted_ms + FLOOR_MS) * ratio - FLOOR_MS)
+
+
+@dataclass(slots=True)
+class _Level:
+    """The corrected level for one asked-for quantile, and what came of it."""
+
+    level: float
+    hits: deque[bool] = field(default_factory=lambda: deque(maxlen=COVERAGE_WINDOW))
+    num_hits: int = 0
+
+    def learn(self, quantile: float, is_hit: bool) -> None:
+        self.level += STEP * ((0.0 if is_hit else 1.0) - (1.0 - quantile))
+        self.level = min(max(self.level, quantile - 0.2, 0.0), 1.05)
+        if len(self.hits) == COVERAGE_WINDOW:
+            self.num_hits -= self.hits[0]
+        self.hits.append(is_hit)
+        self.num_hits += is_hit
+
+
+@dataclass(slots=True)
+class Residuals:
+    """Of one kind and bucket."""
+
+    recent: deque[tuple[float, int]] = field(default_factory=deque)  # ratio, when
+    ordered: list[float] = field(default_factory=list)
+    levels: dict[float, _Level] = field(default_factory=dict)
+
+    def ratio(self, quantile: float, now_ns: int) -> float:
+        """What to multiply a prediction by so that the ``quantile`` of measurements is below."""
+        self._forget(now_ns)
+        level = self.levels.get(round(quantile, 3))
+        wanted = level.level if level is not None else quantile
+        prior = 1.0 + PRIOR_SPREAD * max(0.0, wanted - 0.5) * 2
+        count = len(self.ordered)
+        if not count:
+            return prior
+        value = self._at(wanted)
+        share = min(1.0, count / ENOUGH)
+        return min(MAX_RATIO, share * value + (1.0 - share) * prior)
+
+    def observe(self, ratio: float, now_ns: int) -> None:
+        if len(self.recent) == WINDOW:
+            self._drop_oldest()
+        self.recent.append((ratio, now_ns))
+        insort(self.ordered, ratio)
+
+    def _forget(self, now_ns: int) -> None:
+        while self.recent and self.recent[0][1] < now_ns - MEMORY_NS:
+            self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        ratio, _ = self.recent.popleft()
+        del self.ordered[bisect_left(self.ordered, ratio)]
+
+    def covered(self, quantile: float, is_hit: bool) -> None:
+        """A measurement was (not) below the answer that was given for ``quantile``."""
+        key = round(quantile, 3)
+        level = self.levels.get(key)
+        if level is None:
+            if len(self.levels) >= MAX_LEVELS:
+                return
+            level = self.levels[key] = _Level(quantile)
+        level.learn(quantile, is_hit)
+
+    def _at(self, level: float) -> float:
+        """Linear between the order statistics; above the largest, the largest and a bit."""
+        top = self.ordered[-1]
+        if level >= 1.0:
+            return top * (1.0 + (level - 1.0) * 4)
+        place = level * (len(self.ordered) - 1)
+        below = int(place)
+        above = min(below + 1, len(self.ordered) - 1)
+        low, high = self.ordered[below], self.ordered[above]
+        return low + (high - low) * (place - below)
+
+
+_NOTHING = Residuals()
+
+
+class ResidualTable:
+    """Residuals by kind and bucket, and the coverage of all that was promised."""
+
+    def __init__(self) -> None:
+        self._table: dict[tuple[Kind, int], Residuals] = {}
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def ratio(self, kind: Kind, bucket: int, quantile: float, now_ns: int) -> float:
+        found = self._table.get((kind, bucket))
+        return (found if found is not None else _NOTHING).ratio(quantile, now_ns)
+
+    def observe(
+        self,
+        kind: Kind,
+        bucket: int,
+        measured_ms: float,
+        predicted_ms: float,
+        quantile: float,
+        promised_ms: float,
+        now_ns: int,
+    ) -> bool:
+        """``promised_ms``: the q-quantile that was predicted. Returns whether it was kept."""
+        found = self._table.setdefault((kind, bucket), Residuals())
+        found.observe(ratio_of(measured_ms, predicted_ms), now_ns)
+        is_hit = measured_ms <= promised_ms
+        found.covered(quantile, is_hit)
+        return is_hit
+
+    def coverage(self, kind: Kind, quantile: float) -> tuple[float, int]:
+        """Share of the recent measurements that were below the prediction, and their number."""
+        hits = total = 0
+        for (of_kind, _), residuals in self._table.items():
+            level = residuals.levels.get(round(quantile, 3)) if of_kind is kind else None
+            if level is not None:
+                hits, total = hits + level.num_hits, total + len(level.hits)
+        return (hits / total if total else 1.0), total
+
+    def levels(self) -> set[tuple[Kind, float]]:
+        """Kinds and quantiles of which there is a coverage."""
+        return {
+            (kind, quantile)
+            for (kind, _), residuals in self._table.items()
+            for quantile in residuals.levels
+        }
