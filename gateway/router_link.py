@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import Awaitable
 from contextlib import suppress
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import grpc.aio
 
@@ -20,6 +20,8 @@ from isthmus.protos.v1 import router_pb2_grpc
 
 MAX_OUTCOMES = 10_000
 ReplyT = TypeVar("ReplyT")
+if TYPE_CHECKING:
+    OutcomeCall = grpc.aio.StreamUnaryCall[pb.ReportOutcomeRequest, pb.ReportOutcomeResponse]
 
 
 class RouterLink:
@@ -31,6 +33,7 @@ class RouterLink:
         self._channel = create_channel(record.address)
         self._stub = router_pb2_grpc.RouterServiceStub(self._channel)
         self._outcomes: asyncio.Queue[pb.ReportOutcomeRequest] = asyncio.Queue()
+        self._next: pb.ReportOutcomeRequest | None = None
         self._task = asyncio.get_running_loop().create_task(self._send(), name="router-outcomes")
 
     async def route(self, request: pb.RouteRequest, timeout_s: float) -> RouteDecision:
@@ -68,15 +71,22 @@ class RouterLink:
     async def _send(self) -> None:
         backoff = Backoff(cap_s=1.0)
         while True:
-            call = self._stub.ReportOutcome(self._messages())
+            call = self._stub.ReportOutcome()
+            writer = asyncio.get_running_loop().create_task(self._write(call))
             try:
-                await call
-            except grpc.aio.AioRpcError:
-                await asyncio.sleep(backoff.next_s())
+                await call.code()  # when it ends, whatever ended it
             finally:
+                writer.cancel()
                 call.cancel()
+                await asyncio.gather(writer, return_exceptions=True)
+            await asyncio.sleep(backoff.next_s())
 
-    async def _messages(self) -> AsyncIterator[pb.ReportOutcomeRequest]:
-        yield pb.ReportOutcomeRequest(gateway_id=self._gateway_id)
-        while True:
-            yield await self._outcomes.get()
+    async def _write(self, call: OutcomeCall) -> None:
+        """What could not be written is the first thing to be written next time."""
+        with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # ``_send`` notices
+            await call.write(pb.ReportOutcomeRequest(gateway_id=self._gateway_id))
+            while True:
+                if self._next is None:
+                    self._next = await self._outcomes.get()
+                await call.write(self._next)
+                self._next = None

@@ -16,7 +16,7 @@ from isthmus.common.config import ClusterConfig
 from isthmus.common.model_files import locate_model
 from isthmus.gateway.app import ModelIdentity, build_gateway, create_app
 from isthmus.gateway.context import Gateway
-from isthmus.gateway.decider import EmbeddedDecider
+from isthmus.gateway.decider import Decider, EmbeddedDecider
 from isthmus.gateway.server import HttpServer, bind_socket
 from isthmus.gateway.tokenizer import TextTokenizer, load_tokenizer
 from isthmus.router.driver import RouterDriver
@@ -59,33 +59,42 @@ async def running_gateway(
 ) -> AsyncIterator[RunningGateway]:
     """Starts the fakes too. At the end nothing may be in flight any more."""
     config = config or ClusterConfig()
-    tokenizer = load_tokenizer(locate_model(str(write_tiny_model(folder / "tiny"))))
     router = Router(config.router, SystemClock())
     driver = RouterDriver(router, SystemClock())
     decider = EmbeddedDecider(router, driver)
+    try:
+        async with served(folder, config, router, decider) as running:
+            for fake in fakes:
+                await fake.start()
+                await running.join(fake)
+            yield running
+            await poll_until(lambda: running.gateway.limiter.num_inflight == 0)
+            assert running.gateway.decode_client.num_requests() == 0
+            assert router.snapshot().num_reservations == 0
+    finally:
+        driver.close()
+        for fake in fakes:
+            await fake.kill()
+
+
+@asynccontextmanager
+async def served(
+    folder: Path, config: ClusterConfig, router: Router, decider: Decider
+) -> AsyncIterator[RunningGateway]:
+    """A gateway over what its caller owns, listening."""
+    tokenizer = load_tokenizer(locate_model(str(write_tiny_model(folder / "tiny"))))
     model = ModelIdentity(tokenizer, "tiny")
     gateway = build_gateway(config, model, router, decider, SystemClock())
     listener = bind_socket("127.0.0.1", 0, 60_000)
     port = listener.getsockname()[1]
     server = HttpServer(create_app(gateway), drain_s=1)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
-    running: RunningGateway | None = None
     try:
         await poll_until(lambda: server.started or serving.done())
-        running = RunningGateway(f"http://127.0.0.1:{port}", gateway, router, tokenizer, server)
-        for fake in fakes:
-            await fake.start()
-            await running.join(fake)
-        yield running
-        await poll_until(lambda: gateway.limiter.num_inflight == 0)
-        assert gateway.decode_client.num_requests() == 0
-        assert router.snapshot().num_reservations == 0
+        yield RunningGateway(f"http://127.0.0.1:{port}", gateway, router, tokenizer, server)
     finally:
         server.should_exit = True
         await serving
         await gateway.close()
-        driver.close()
-        for fake in fakes:
-            await fake.kill()
         # The clients of a test resolve names in the loop's own threads.
         await asyncio.get_running_loop().shutdown_default_executor()

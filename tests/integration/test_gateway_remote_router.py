@@ -1,0 +1,240 @@
+"""A gateway and routers of other processes: who decides, and what becomes of questions."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+
+from isthmus.common import metrics
+from isthmus.common.errors import CapacityError, NoInstanceError
+from isthmus.common.ids import InstanceId
+from isthmus.common.registry import MemoryRegistry
+from isthmus.common.types import RouteDecision
+from isthmus.router import Held, Outcome, OutcomeKind, RouteQuery, Verdict
+from isthmus.router.explain_client import explain, find_routers
+from tests.support.poll import poll_until
+from tests.support.router_cluster import make_query
+from tests.support.routers import Asker, HostedRouter, remote_decider, running_registry
+
+OWN_POLICY = "fallback_least_loaded"
+
+
+@pytest_asyncio.fixture
+async def registry() -> AsyncIterator[MemoryRegistry]:
+    async with running_registry() as made:
+        yield made
+
+
+def fallbacks() -> float:
+    samples = next(iter(metrics.ROUTER_FALLBACK.collect())).samples
+    return sum(sample.value for sample in samples if sample.name.endswith("_total"))
+
+
+def hold_everything(router: HostedRouter, monkeypatch: pytest.MonkeyPatch) -> list[RouteQuery]:
+    """Questions that may wait do, for ever."""
+    held: list[RouteQuery] = []
+
+    def submit(query: RouteQuery) -> Verdict:
+        held.append(query)
+        return Held(query.request_id, None)
+
+    monkeypatch.setattr(router.router, "submit", submit)
+    return held
+
+
+@pytest.mark.asyncio
+async def test_the_leader_decides_and_learns_what_became_of_it(registry: MemoryRegistry) -> None:
+    leader = await HostedRouter(registry, "router-0").start()
+    await leader.leads()
+    async with remote_decider(registry) as decider:
+        await poll_until(lambda: decider.leader == leader.record)
+        before, asker = fallbacks(), Asker()
+        decider.ask(make_query(name="r-0.0"), asker, may_wait=True)
+        decision = await asker.answer()
+        assert decision.policy == leader.router.snapshot().policy
+        assert leader.router.snapshot().num_reservations == 1
+        decider.report(decision.decision_id, Outcome.first_token())
+        decider.report(decision.decision_id, Outcome.finished(5.0))
+        await poll_until(lambda: leader.router.snapshot().num_reservations == 0)
+        record = leader.router.log.get(decision.decision_id)
+        assert record is not None
+        assert record.outcomes == [OutcomeKind.FIRST_TOKEN, OutcomeKind.FINISHED]
+        assert fallbacks() == before
+    await leader.host.close()
+
+
+@pytest.mark.asyncio
+async def test_another_decision_avoids_who_failed(registry: MemoryRegistry) -> None:
+    leader = await HostedRouter(registry, "router-0").start()
+    await leader.leads()
+    async with remote_decider(registry) as decider:
+        await poll_until(lambda: decider.leader is not None)
+        asker = Asker()
+        decider.ask_again(make_query(), asker, failed=InstanceId("p0"), reason="instance_lost")
+        decision = await asker.answer()
+        assert decision.prefill is None
+        assert "again without p0 (instance_lost)" in decision.reason
+    await leader.host.close()
+
+
+@pytest.mark.asyncio
+async def test_a_refusal_arrives_with_all_that_it_says(
+    registry: MemoryRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leader = await HostedRouter(registry, "router-0").start()
+    await leader.leads()
+
+    def refuse(_: RouteQuery) -> RouteDecision:
+        raise CapacityError(
+            "full", stage="route", retry_after_ms=7_000, reason="why", predicted_ms=2, limit_ms=1
+        )
+
+    monkeypatch.setattr(leader.router, "route", refuse)
+    async with remote_decider(registry) as decider:
+        await poll_until(lambda: decider.leader is not None)
+        asker = Asker()
+        decider.ask(make_query(), asker, may_wait=True)
+        await asyncio.wait_for(asker.heard.wait(), 20)
+        assert isinstance(asker.error, CapacityError)
+        error = asker.error
+        assert (error.reason, error.predicted_ms, error.limit_ms) == ("why", 2, 1)
+        assert error.retry_after_ms == 7_000
+    await leader.host.close()
+
+
+@pytest.mark.asyncio
+async def test_without_a_router_the_gateway_decides_and_says_so(registry: MemoryRegistry) -> None:
+    async with remote_decider(registry) as decider:
+        before, asker = fallbacks(), Asker()
+        decider.ask(make_query(), asker, may_wait=True)
+        decision = await asker.answer()
+        assert decision.policy == OWN_POLICY
+        assert fallbacks() == before + 1
+        assert decider._own.snapshot().num_reservations == 1
+        decider.report(decision.decision_id, Outcome.finished())
+        assert decider._own.snapshot().num_reservations == 0
+
+
+@pytest.mark.asyncio
+async def test_a_gateway_that_knows_nobody_either_refuses(registry: MemoryRegistry) -> None:
+    async with remote_decider(registry) as decider:
+        decider._own.state.stream_broken(InstanceId("d0"), 1, "test")
+        asker = Asker()
+        decider.ask(make_query(), asker, may_wait=True)
+        assert isinstance(asker.error, NoInstanceError)
+
+
+@pytest.mark.asyncio
+async def test_a_question_that_waits_in_a_router_that_dies_is_decided_all_the_same(
+    registry: MemoryRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leader = await HostedRouter(registry, "router-0").start()
+    await leader.leads()
+    held = hold_everything(leader, monkeypatch)
+    async with remote_decider(registry) as decider:
+        await poll_until(lambda: decider.leader is not None)
+        asker = Asker()
+        decider.ask(make_query(), asker, may_wait=True)
+        await poll_until(lambda: len(held) == 1)
+        assert not asker.heard.is_set()
+        await leader.die()
+        assert (await asker.answer()).policy == OWN_POLICY
+    await leader.host.close()
+
+
+@pytest.mark.asyncio
+async def test_a_standby_takes_over_with_the_questions_that_wait(
+    registry: MemoryRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first one only stops leading: hung, or cut off from the registry."""
+    first = await HostedRouter(registry, "router-0").start()
+    await first.leads()
+    second = await HostedRouter(registry, "router-1").start()
+    held = hold_everything(first, monkeypatch)
+    async with remote_decider(registry) as decider:
+        await poll_until(lambda: decider.leader == first.record)
+        asker = Asker()
+        decider.ask(make_query(), asker, may_wait=True)
+        await poll_until(lambda: len(held) == 1)
+        assert first.host._campaign is not None
+        first.host._campaign.cancel()
+        decision = await asker.answer()
+        assert second.host.is_leading
+        assert decision.policy == second.router.snapshot().policy
+        assert decider.leader == second.record
+        assert second.router.log.get(decision.decision_id) is not None
+    await second.host.close()
+    await first.host.close()
+
+
+@pytest.mark.asyncio
+async def test_one_that_does_not_lead_refuses_and_the_gateway_decides(
+    registry: MemoryRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leader = await HostedRouter(registry, "router-0").start()
+    await leader.leads()
+    async with remote_decider(registry) as decider:
+        await poll_until(lambda: decider.leader is not None)
+        monkeypatch.setattr(type(leader.host), "is_leading", property(lambda _: False))
+        asker = Asker()
+        decider.ask(make_query(), asker, may_wait=True)
+        assert (await asker.answer()).policy == OWN_POLICY
+        monkeypatch.undo()
+    await leader.host.close()
+
+
+@pytest.mark.asyncio
+async def test_a_client_that_leaves_takes_its_question_out_of_the_router(
+    registry: MemoryRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leader = await HostedRouter(registry, "router-0").start()
+    await leader.leads()
+    held = hold_everything(leader, monkeypatch)
+    async with remote_decider(registry) as decider:
+        await poll_until(lambda: decider.leader is not None)
+        asker, query = Asker(), make_query(name="gone-0.0")
+        decider.ask(query, asker, may_wait=True)
+        await poll_until(lambda: len(held) == 1 and leader.host.driver.num_waiting == 1)
+        decider.withdraw(query.request_id)
+        await poll_until(lambda: leader.host.driver.num_waiting == 0)
+        assert not asker.heard.is_set()
+    await leader.host.close()
+
+
+@pytest.mark.asyncio
+async def test_a_decision_on_its_way_to_one_that_has_left_is_given_back(
+    registry: MemoryRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leader = await HostedRouter(registry, "router-0").start()
+    await leader.leads()
+    async with remote_decider(registry) as decider:
+        await poll_until(lambda: decider.leader is not None)
+        asker, query = Asker(), make_query(name="gone-0.0")
+        decider.ask(query, asker, may_wait=True)
+        await poll_until(lambda: leader.router.snapshot().num_reservations == 1)
+        decider.withdraw(query.request_id)
+        if asker.decision is not None:  # it was heard in time: then its asker reports
+            decider.report(asker.decision.decision_id, Outcome.cancelled())
+        await poll_until(lambda: leader.router.snapshot().num_reservations == 0)
+    await leader.host.close()
+
+
+@pytest.mark.asyncio
+async def test_every_router_explains_what_it_decided(registry: MemoryRegistry) -> None:
+    first = await HostedRouter(registry, "router-0").start()
+    await first.leads()
+    second = await HostedRouter(registry, "router-1").start()
+    first.router.route(make_query(name="abc-0.0"))
+    second.router.route(make_query(name="abc-0.1"))
+    await poll_until(lambda: len(registry._list("/isthmus/isthmus/routers/")) == 2, timeout_s=20)
+    routers = await find_routers(registry, "isthmus")
+    assert {router.router_id for router in routers} == {"router-0", "router-1"}
+    records = await explain(routers, "abc")
+    assert {record.request_id for record in records} == {"abc-0.0", "abc-0.1"}
+    await second.die()
+    assert [record.request_id for record in await explain(routers, "abc")] == ["abc-0.0"]
+    await second.host.close()
+    await first.host.close()
