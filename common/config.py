@@ -280,16 +280,6 @@ class ClusterConfig(Node):
         return {Role.PREFILL: self.prefill, Role.DECODE: self.decode, Role.MIXED: self.mixed}[role]
 
     @model_validator(mode="after")
-    def _ranks_send_no_kv(self) -> ClusterConfig:
-        for role, pool in (("prefill", self.prefill), ("decode", self.decode)):
-            if pool.engine.tp_size > 1:
-                raise ValueError(
-                    f"{role}.engine.tp_size ({pool.engine.tp_size}) must be 1: KV goes between "
-                    "instances of one rank only; use mixed instances, with mixed.engine.tp_size"
-                )
-        return self
-
-    @model_validator(mode="after")
     def _int8_runs_on_cpus(self) -> ClusterConfig:
         devices = {pool.engine.device for pool in (self.prefill, self.decode, self.mixed)}
         other = sorted(device for device in devices if not device.startswith("cpu"))

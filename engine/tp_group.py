@@ -54,6 +54,10 @@ class TpGroup(Protocol):
         """As ``join`` on the leader; the others get their own part back."""
         ...
 
+    def meet(self, device: torch.device) -> None:
+        """Past this point, in the order of the device's work, every rank has done all before it."""
+        ...
+
     def exchange(self, payload: bytes) -> list[bytes]:
         """The payload of every rank, in their order. For the start, not for steps."""
         ...
@@ -74,6 +78,9 @@ class SingleRank:
 
     def join_on_leader(self, x: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:
         return self.join(x, widths)
+
+    def meet(self, device: torch.device) -> None:
+        """Nobody else is there."""
 
     def exchange(self, payload: bytes) -> list[bytes]:
         return [payload]
@@ -130,6 +137,9 @@ class TorchGroup:
         parts = part.new_empty(self.size, *part.shape)
         self._finish(lambda: self._backend.gather([list(parts)], [part], options))
         return _side_by_side(parts, widths)
+
+    def meet(self, device: torch.device) -> None:
+        self._gather(torch.zeros(1, 1, device=device))
 
     def exchange(self, payload: bytes) -> list[bytes]:
         self._num_exchanges += 1

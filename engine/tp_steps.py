@@ -77,8 +77,9 @@ def _unpacked(value: _Array | int | None) -> torch.Tensor | int | None:
 class LeaderModel:
     """A ``LanguageModel`` over all ranks: tells the followers, then runs the leader's part.
 
-    Batches and logits are on the host, whatever the ranks' devices. After a pass that failed the
-    ranks are out of step, so the failure is the instance's: InstanceLostError.
+    Batches and logits are on the host, whatever the ranks' devices, and with the logits the batch's
+    KV is in the stores of all ranks. After a pass that failed the ranks are out of step, so the
+    failure is the instance's: InstanceLostError.
     """
 
     def __init__(self, model: LanguageModel, tell: Callable[[bytes], None], device: str) -> None:
@@ -99,7 +100,12 @@ class LeaderModel:
         try:
             self._tell(encode_step(self._number, batch))
             with self._device.active():
-                return self._model.forward(on_device(batch, self._device), kv).cpu()
+                logits = self._model.forward(on_device(batch, self._device), kv).cpu()
+                # Where there are no logits, nothing has waited for the device yet.
+                passed = self._device.event()
+                passed.record()
+                passed.synchronize()
+                return logits
         except InstanceLostError:
             raise
         except Exception as error:

@@ -24,6 +24,7 @@ from isthmus.common.ids import BlockId
 from isthmus.common.kv_layout import KvLayout
 from isthmus.common.transfer import Checksum
 from isthmus.kvtransfer.interface import MemoryRegion
+from isthmus.kvtransfer.notification import Notification
 from isthmus.kvtransfer.plan import Side, blocks_of
 
 Bytes = npt.NDArray[np.uint8]
@@ -97,17 +98,25 @@ def _content(read: BlockReader, side: Side, tokens: range, own: slice, layers: r
 
 
 @dataclass(frozen=True, slots=True)
-class BlockCheck:
-    """What a notification says about target blocks, to be compared with what is there."""
+class ChunkContent:
+    """What a chunk's checksums are of, as one rank's store holds it. It is data, so that the rank
+    may be in another process: only there can its blocks be read."""
 
+    note: Notification
     side: Side
     tokens: range
-    layers: range
-    expected: tuple[int, ...]
+    heads: range
+    target_block_size: int
+
+    def seal(self, read: BlockReader) -> bytes:
+        """The note, which has no checksums yet, with those of the source's blocks."""
+        return self.note.checked(self._checksums(read)).encode()
 
     def count_corrupt(self, read: BlockReader) -> int:
-        layout = self.side.layout
-        found = block_checksums(
-            read, self.side, self.tokens, layout.block_size, layout.heads, self.layers
-        )
-        return sum(a != b for a, b in zip(self.expected, found, strict=True))
+        """How many target blocks are not what the note says."""
+        pairs = zip(self.note.checksums, self._checksums(read), strict=True)
+        return sum(expected != found for expected, found in pairs)
+
+    def _checksums(self, read: BlockReader) -> tuple[int, ...]:
+        size, layers = self.target_block_size, self.note.layers
+        return block_checksums(read, self.side, self.tokens, size, self.heads, layers)

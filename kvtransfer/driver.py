@@ -28,6 +28,7 @@ from typing import Protocol, TypeVar
 
 from isthmus.common.clock import Clock
 from isthmus.common.errors import IsthmusError, TransferError, TransferTimeoutError
+from isthmus.kvtransfer.checksums import ChunkContent
 from isthmus.kvtransfer.copies import Copies
 from isthmus.kvtransfer.interface import (
     Connector,
@@ -80,6 +81,8 @@ class Write:
     owner: WriteOwner
     is_ready: Callable[[], bool] | None = None
     """Until this says True, on the connector's thread, what is to be written is being computed."""
+    rank: int = 0  # of this instance, which posts it
+    content: ChunkContent | None = None  # its checksums are to be added to the notification
     handle: WriteHandle | None = None
     num_bytes: int = field(init=False)
 

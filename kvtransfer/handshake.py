@@ -7,11 +7,11 @@ then are the connector, the ranks and their memory looked at.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from isthmus.common.errors import HandshakeError, LayoutMismatchError, StaleEpochError
-from isthmus.common.kv_layout import KvLayout
 from isthmus.common.transfer import PROTOCOL_VERSION, Checksum, RankEndpoint, TransferOffer
 from isthmus.common.types import InstanceRef
-from isthmus.kvtransfer.interface import MemoryRegion
 from isthmus.kvtransfer.plan import check_plannable
 
 _STAGE = "handshake"
@@ -20,37 +20,23 @@ _STAGE = "handshake"
 def make_offer(
     me: InstanceRef,
     connector: str,
-    metadata: bytes,
-    region: MemoryRegion,
-    num_blocks: int,
-    layout: KvLayout,
+    ranks: Sequence[RankEndpoint],
     checksum: Checksum = Checksum.NONE,
 ) -> TransferOffer:
+    """``ranks`` are all of the instance's, in their order."""
     return TransferOffer(
         protocol_version=PROTOCOL_VERSION,
-        layout_hash=layout.compat_hash,
+        layout_hash=ranks[0].layout.compat_hash,
         instance=me,
         connector=connector,
-        ranks=(
-            RankEndpoint(
-                tp_rank=layout.tp_rank,
-                agent_metadata=metadata,
-                base_address=region.base_address,
-                num_bytes=region.num_bytes,
-                num_blocks=num_blocks,
-                layout=layout,
-            ),
-        ),
+        ranks=tuple(ranks),
         checksum=checksum,
     )
 
 
-def check_offer(ours: TransferOffer, theirs: TransferOffer) -> RankEndpoint:
-    """The peer's rank to talk to.
-
-    Raises HandshakeError (version, connector, a malformed offer) or LayoutMismatchError, each
-    naming what differs.
-    """
+def check_offer(ours: TransferOffer, theirs: TransferOffer) -> None:
+    """Raises HandshakeError (version, connector, a malformed offer) or LayoutMismatchError, each
+    naming what differs. How many ranks either side has is its own affair."""
     _check_version(ours, theirs)
     _check_layout(ours, theirs)
     peer_id = theirs.instance.instance_id
@@ -60,15 +46,14 @@ def check_offer(ours: TransferOffer, theirs: TransferOffer) -> RankEndpoint:
         raise HandshakeError(
             f"connector: {ours.connector} here, {theirs.connector} at {peer_id}", stage=_STAGE
         )
-    rank = theirs.ranks[0]
-    needed = rank.num_blocks * rank.layout.block_bytes
-    if rank.num_blocks < 1 or needed > rank.num_bytes:
-        raise HandshakeError(
-            f"{peer_id} offers {rank.num_blocks} blocks of {rank.layout.block_bytes} bytes in a "
-            f"region of {rank.num_bytes}",
-            stage=_STAGE,
-        )
-    return rank
+    for rank in theirs.ranks:
+        needed = rank.num_blocks * rank.layout.block_bytes
+        if rank.num_blocks < 1 or needed > rank.num_bytes:
+            raise HandshakeError(
+                f"{peer_id} offers {rank.num_blocks} blocks of {rank.layout.block_bytes} bytes in "
+                f"a region of {rank.num_bytes}",
+                stage=_STAGE,
+            )
 
 
 def check_epoch(known: InstanceRef | None, offered: InstanceRef) -> None:
@@ -92,24 +77,31 @@ def _check_version(ours: TransferOffer, theirs: TransferOffer) -> None:
 
 
 def _check_layout(ours: TransferOffer, theirs: TransferOffer) -> None:
+    peer_id = theirs.instance.instance_id
     if not theirs.ranks:
-        raise HandshakeError(f"{theirs.instance.instance_id} offers no rank", stage=_STAGE)
-    if len(theirs.ranks) != len(ours.ranks):
-        raise LayoutMismatchError(
-            f"ranks: {len(ours.ranks)} here, {len(theirs.ranks)} at {theirs.instance.instance_id}",
-            stage=_STAGE,
-        )
-    ours_layout, layout = ours.ranks[0].layout, theirs.ranks[0].layout
-    check_plannable(ours_layout, layout)
-    for name, here, there in (
-        ("tp_size", ours_layout.tp_size, layout.tp_size),
-        ("tp_rank", ours_layout.tp_rank, layout.tp_rank),
-    ):
-        if here != there:  # plannable, but one rank of each is all that a manager drives
-            raise LayoutMismatchError(f"{name}: {here} here, {there} there", stage=_STAGE)
+        raise HandshakeError(f"{peer_id} offers no rank", stage=_STAGE)
+    for rank in theirs.ranks:
+        check_plannable(ours.ranks[0].layout, rank.layout)
+    _check_ranks(theirs)
+    layout = theirs.ranks[0].layout
     if theirs.layout_hash != ours.layout_hash or layout.compat_hash != theirs.layout_hash:
         raise LayoutMismatchError(
-            f"layout hash: {ours.layout_hash} here, {theirs.layout_hash} at "
-            f"{theirs.instance.instance_id}, although the fields agree",
+            f"layout hash: {ours.layout_hash} here, {theirs.layout_hash} at {peer_id}, although "
+            "the fields agree",
             stage=_STAGE,
         )
+
+
+def _check_ranks(offer: TransferOffer) -> None:
+    """All of them, each once and in order, with the same blocks."""
+    first, size = offer.ranks[0], len(offer.ranks)
+    for number, rank in enumerate(offer.ranks):
+        layout = rank.layout
+        found = (rank.tp_rank, layout.tp_rank, layout.tp_size, layout.block_size, rank.num_blocks)
+        if found != (number, number, size, first.layout.block_size, first.num_blocks):
+            raise HandshakeError(
+                f"{offer.instance.instance_id} offers {size} ranks, of which number {number} is "
+                f"rank {rank.tp_rank} ({layout.tp_rank} of {layout.tp_size}) with "
+                f"{rank.num_blocks} blocks of {layout.block_size} tokens",
+                stage=_STAGE,
+            )

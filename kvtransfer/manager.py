@@ -2,12 +2,14 @@
 
 ::
 
-    worker ──open/push/cancel──▶ sessions ──writes──▶ ConnectorDriver (own thread) ──▶ peers
+    worker ──open/push/cancel──▶ sessions ──writes──▶ RankPort, one a rank ──▶ ranks of peers
        ◀──── wait_complete, drained, quiesced ────┘ ◀── ended writes, notifications ──┘
 
-The manager owns the tables; every method runs on one event loop. It drives the connector only while
-a write is on its way or a target block could still be written, so an idle instance costs nothing.
-Deadlines are timers of the event loop and need no request, no step and no connector to fire.
+The manager owns the tables; every method runs on one event loop. A session is the whole instance's:
+what is pushed once leaves from every rank that has a part of it, and nothing is complete, quiet or
+at rest before it is so on every rank. Connectors are driven only while a write is on its way or a
+target block could still be written, so an idle instance costs nothing. Deadlines are timers of the
+event loop and need no request, no step and no connector to fire.
 
 Nothing is trusted without its epoch: a notification counts only when it comes from the very
 instance and epoch that the ticket names, and a peer that restarts fails every session of its former
@@ -18,7 +20,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
 
 from isthmus.common.clock import NS_PER_MS, NS_PER_S, Clock
 from isthmus.common.config import TransferConfig
@@ -33,15 +35,16 @@ from isthmus.common.kv_layout import KvLayout
 from isthmus.common.logging import RateLimitedLog, get_logger
 from isthmus.common.transfer import Checksum, TransferOffer, TransferTicket
 from isthmus.common.types import InstanceRef
-from isthmus.kvtransfer.checksums import BlockReader, host_reader, offered_checksum
-from isthmus.kvtransfer.driver import ConnectorDriver, Outcome, Sweep, Write
+from isthmus.kvtransfer.driver import Outcome, Sweep, Write
 from isthmus.kvtransfer.handshake import make_offer
-from isthmus.kvtransfer.interface import Connector, MemoryRegion, PeerName
+from isthmus.kvtransfer.interface import PeerName
 from isthmus.kvtransfer.notification import Notification, decode
 from isthmus.kvtransfer.observer import Side, SilentObserver, TransferObserver
-from isthmus.kvtransfer.peers import PeerTable
+from isthmus.kvtransfer.peers import Peer, PeerTable
+from isthmus.kvtransfer.rank_port import RankPort
 from isthmus.kvtransfer.receive_session import Ignored, ReceiveSession
-from isthmus.kvtransfer.send_session import Route, SendSession
+from isthmus.kvtransfer.routes import Ranks
+from isthmus.kvtransfer.send_session import SendSession
 from isthmus.kvtransfer.tickets import check_ticket
 
 # How long a sweep may wait for something to happen; resting sessions count time between sweeps.
@@ -53,40 +56,37 @@ class TransferManager:
     def __init__(
         self,
         me: InstanceRef,
-        layout: KvLayout,
-        region: MemoryRegion,
-        num_blocks: int,
-        connector: Connector,
+        ports: Sequence[RankPort],
         config: TransferConfig,
         clock: Clock,
         observer: TransferObserver | None = None,
+        on_failed: Callable[[BaseException], None] | None = None,
     ) -> None:
-        """Registers ``region`` with the connector and blocks until that is done."""
+        """``ports`` are of all ranks of this instance, in their order; the manager closes them.
+        ``on_failed`` is told, once, why no transfer can go on here (a rank is lost, a bug)."""
         self._me = me
-        self._layout = layout
-        self._num_blocks = num_blocks
+        self._ports = ports
+        self._layouts = tuple(port.endpoint.layout for port in ports)
+        self._num_blocks = ports[0].endpoint.num_blocks
         self._config = config
         self._clock = clock
         self._observer: TransferObserver = observer or SilentObserver()
-        checksum = offered_checksum(config, region)
-        self._read: BlockReader | None = None
-        if checksum is not Checksum.NONE:
-            self._read = host_reader(region, layout, num_blocks)
-        self._driver = ConnectorDriver(connector, region, clock)
+        self._on_failed = on_failed
         self._offer = make_offer(
-            me, connector.name, self._driver.metadata, region, num_blocks, layout, checksum
+            me,
+            ports[0].connector_name,
+            [port.endpoint for port in ports],
+            Checksum.NONE if any(p.checksum is Checksum.NONE for p in ports) else ports[0].checksum,
         )
-        self._peers = PeerTable(
-            self._offer, self._driver, config.handshake_timeout_ms, self._peer_leaves
-        )
+        self._peers = PeerTable(self._offer, ports, config.handshake_timeout_ms, self._peer_leaves)
         self._sends: dict[TransferId, SendSession] = {}
         self._receives: dict[TransferId, ReceiveSession] = {}
         self._opened_ns: dict[tuple[Side, TransferId], int] = {}
-        self._kick = asyncio.Event()
-        self._poller: asyncio.Task[None] | None = None
+        self._kicks = [asyncio.Event() for _ in ports]
+        self._pollers: list[asyncio.Task[None]] = []
         self._timer: asyncio.TimerHandle | None = None
         self._is_closed = False
-        self._has_failed = False
+        self._failure: IsthmusError | None = None
         self._log = RateLimitedLog(get_logger("kvtransfer"))
         self.bytes_sent = 0
         self.bytes_received = 0
@@ -145,15 +145,16 @@ class TransferManager:
 
     def open_receive(self, ticket: TransferTicket) -> ReceiveSession:
         """For the decode side, before the ticket leaves. Raises StaleEpochError,
-        LayoutMismatchError, DeadlineError or TransferError (target blocks that cannot be right)."""
-        self._check_ticket(ticket, ticket.target, self._layout, self._num_blocks)
-        self._check_checksum(ticket, ticket.source)
-        self._peers.check_epoch(ticket.source)
+        LayoutMismatchError, DeadlineError, TransferError (target blocks that cannot be right) and
+        HandshakeError (no handshake with the source yet)."""
+        self._check_ticket(ticket, ticket.target, self._layouts[0], self._num_blocks)
+        peer = self._peer(ticket.source)
+        self._check_checksum(ticket, peer)
         if ticket.transfer_id in self._receives:
             raise TransferError("this transfer id is in use", stage="transfer")
         session = ReceiveSession(
             ticket,
-            self._layout,
+            peer.routes_to(self._layouts),
             self._deadline_ns(ticket),
             self._config.deadline_ms * NS_PER_MS,
             self._quarantine_ns,
@@ -164,25 +165,35 @@ class TransferManager:
         return session
 
     def open_send(self, ticket: TransferTicket) -> SendSession:
-        """For the prefill side. Raises HandshakeError (no handshake with the target yet) and what
-        ``open_receive`` raises."""
-        self._peers.check_epoch(ticket.target)
-        peer = self._peers.find(ticket.target)
-        if peer is None:
-            raise HandshakeError(
-                f"no handshake with {ticket.target.instance_id} of epoch {ticket.target.epoch}",
-                stage="transfer",
-                instance_id=ticket.target.instance_id,
-            )
-        self._check_ticket(ticket, ticket.source, peer.rank.layout, peer.rank.num_blocks)
+        """For the prefill side. Raises what ``open_receive`` raises."""
+        peer = self._peer(ticket.target)
+        target = peer.ranks[0]
+        self._check_ticket(ticket, ticket.source, target.layout, target.num_blocks)
         if ticket.transfer_id in self._sends:
             raise TransferError("this transfer id is in use", stage="transfer")
-        self._check_checksum(ticket, ticket.target)
-        route = Route(peer.name, self._layout, self._num_blocks, peer.rank.layout, self._read)
-        session = SendSession(ticket, route, self._deadline_ns(ticket), self._quarantine_ns, self)
+        self._check_checksum(ticket, peer)
+        session = SendSession(
+            ticket,
+            peer.routes_from(self._layouts),
+            self._num_blocks,
+            self._deadline_ns(ticket),
+            self._quarantine_ns,
+            self,
+        )
         self._sends[ticket.transfer_id] = session
         self._opened("send", ticket)
         return session
+
+    def _peer(self, ref: InstanceRef) -> Peer:
+        self._peers.check_epoch(ref)
+        peer = self._peers.find(ref)
+        if peer is None:
+            raise HandshakeError(
+                f"no handshake with {ref.instance_id} of epoch {ref.epoch}",
+                stage="transfer",
+                instance_id=ref.instance_id,
+            )
+        return peer
 
     def sessions_by_state(self) -> dict[str, int]:
         """Sessions that still own something, as ``send:streaming`` → count."""
@@ -194,7 +205,7 @@ class TransferManager:
     @property
     def inflight_bytes(self) -> int:
         """Pushed and not yet in a peer's memory."""
-        return self._driver.open_bytes
+        return sum(port.open_bytes for port in self._ports)
 
     def check_integrity(self) -> None:
         """AssertionError when an ended session is kept without need or a write has no session."""
@@ -214,17 +225,17 @@ class TransferManager:
     ) -> None:
         if self._is_closed:
             raise TransferError("this instance is shutting down", stage="transfer")
-        if self._has_failed:
-            raise TransferError("the poller failed", stage="transfer")
+        if self._failure is not None:
+            raise self._failure
         check_ticket(ticket, addressee, self._me, target, num_target_blocks, self._clock.now_ns())
 
-    def _check_checksum(self, ticket: TransferTicket, other: InstanceRef) -> None:
-        agreed = self.checksum_with(other)
-        if ticket.checksum is not agreed:
+    @staticmethod
+    def _check_checksum(ticket: TransferTicket, peer: Peer) -> None:
+        if ticket.checksum is not peer.checksum:
             raise HandshakeError(
-                f"checksum: {agreed.value} agreed, {ticket.checksum.value} in the ticket",
+                f"checksum: {peer.checksum.value} agreed, {ticket.checksum.value} in the ticket",
                 stage="transfer",
-                instance_id=other.instance_id,
+                instance_id=peer.ref.instance_id,
             )
 
     def _deadline_ns(self, ticket: TransferTicket) -> int:
@@ -243,13 +254,15 @@ class TransferManager:
     # --- what sessions tell (SendHost, ReceiveHost) -----------------------------------------------
 
     def submit(self, write: Write) -> None:
-        self._driver.submit(write)
-        self._look()
+        self._ports[write.rank].submit(write)
+        self._kicks[write.rank].set()
 
     def monotonic_ns(self) -> int:
         return self._clock.monotonic_ns()
 
     def send_ended(self, session: SendSession) -> None:
+        for port in self._ports:
+            port.owner_ended(session)
         self._session_ended("send", session.ticket, session.state.value, session.num_bytes)
 
     def receive_ended(self, session: ReceiveSession) -> None:
@@ -262,8 +275,10 @@ class TransferManager:
         peer = self._peers.find(session.ticket.target)
         if note is None or peer is None:
             return
+        # One rank speaks for all: the session counts the writes of every one.
+        (rank, _), name = next(iter(peer.names.items()))
         expires_ns = self._clock.monotonic_ns() + self._quarantine_ns
-        self.submit(Write(peer.name, (), note.encode(), expires_ns, owner=_Notice()))
+        self.submit(Write(name, (), note.encode(), expires_ns, owner=_Notice(), rank=rank))
 
     def receive_quiescent(self, session: ReceiveSession) -> None:
         self._receives.pop(session.ticket.transfer_id, None)
@@ -282,25 +297,26 @@ class TransferManager:
     # --- time ----------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begins to drive the connector. Call once, on the event loop."""
-        self._poller = asyncio.get_running_loop().create_task(self._poll(), name="kvtransfer-poll")
-        self._poller.add_done_callback(self._poller_ended)
+        """Begins to drive the connectors. Call once, on the event loop."""
+        for rank in range(len(self._ports)):
+            poller = asyncio.create_task(self._poll(rank), name=f"kvtransfer-poll-{rank}")
+            poller.add_done_callback(self._poller_ended)
+            self._pollers.append(poller)
 
     async def close(self) -> None:
-        """Fails every session, then closes the connector. Idempotent."""
+        """Fails every session, then closes the connectors. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
-        error = TransferError("this instance is shutting down", stage="transfer")
-        for session in self._open_sessions():
-            session.fail(error)
+        self._fail_all(TransferError("this instance is shutting down", stage="transfer"))
         if self._timer is not None:
             self._timer.cancel()
-        if self._poller is not None:
-            self._poller.cancel()
-            await asyncio.gather(self._poller, return_exceptions=True)
-        if not await self._driver.close(_CLOSE_TIMEOUT_S):
-            self._log.warning("close", "the connector did not close in time")
+        for poller in self._pollers:
+            poller.cancel()
+        await asyncio.gather(*self._pollers, return_exceptions=True)
+        closed = await asyncio.gather(*(port.close(_CLOSE_TIMEOUT_S) for port in self._ports))
+        if not all(closed):
+            self._log.warning("close", "a connector did not close in time")
 
     def expire_due(self) -> None:
         """Ends every session whose deadline or patience has passed. Runs by timer."""
@@ -326,81 +342,101 @@ class TransferManager:
             delay_s = max(0, min(deadlines) - self._clock.monotonic_ns()) / NS_PER_S
             self._timer = asyncio.get_running_loop().call_later(delay_s, self.expire_due)
 
-    async def _poll(self) -> None:
+    async def _poll(self, rank: int) -> None:
+        port, kick = self._ports[rank], self._kicks[rank]
         while True:
-            if not (self._driver.num_open_writes or self._receives):
-                await self._kick.wait()
-            self._kick.clear()
-            await self.sweep_once(_PATIENCE_S)
+            if not (port.num_open_writes or self._receives):
+                await kick.wait()
+            kick.clear()
+            await self._sweep(rank, _PATIENCE_S)
 
     def _look(self) -> None:
-        """Something may have changed: the poller looks at once."""
-        self._kick.set()
-        self._driver.wake()
+        """Something may have changed: the pollers look at once."""
+        for port, kick in zip(self._ports, self._kicks, strict=True):
+            kick.set()
+            port.wake()
 
     def _poller_ended(self, poller: asyncio.Task[None]) -> None:
-        """A poller ends by ``close``; ending by a bug must not leave sessions waiting for it."""
-        if poller.cancelled():
+        """A poller ends by ``close``; any other end must not leave sessions waiting for it."""
+        if poller.cancelled() or (error := poller.exception()) is None:
             return
-        self._has_failed = True
-        error = TransferError(
-            f"the transfer poller failed: {poller.exception()!r}", stage="transfer"
-        )
-        get_logger("kvtransfer").error("poller failed", exc_info=poller.exception())
+        log = get_logger("kvtransfer")
+        if isinstance(error, InstanceLostError):
+            log.error("a rank is lost", problem=error.message)
+            failure: IsthmusError = error
+        else:
+            log.error("poller failed", exc_info=error)
+            failure = TransferError(f"the transfer poller failed: {error!r}", stage="transfer")
+        if self._failure is None:
+            self._failure = failure
+            if self._on_failed is not None:
+                self._on_failed(failure)
+        self._fail_all(failure)
+
+    def _fail_all(self, error: IsthmusError) -> None:
         for session in self._open_sessions():
             session.fail(error)
 
-    async def sweep_once(self, patience_s: float = 0.0) -> Sweep:
-        """Drives the connector once and hands out what it brought. Runs by itself after start."""
-        sweep = await self._driver.sweep(patience_s)
+    async def sweep_once(self, patience_s: float = 0.0) -> None:
+        """Drives every connector once and hands out what they brought."""
+        for rank in range(len(self._ports)):
+            await self._sweep(rank, patience_s)
+
+    async def _sweep(self, rank: int, patience_s: float) -> None:
+        """Runs by itself after start."""
+        sweep = await self._ports[rank].sweep(patience_s)
         self.num_sweeps += 1
         self.expire_due()  # first: what comes after the deadline must not count
-        if sweep.error is not None:
-            self._log.warning("connector", "taking notifications failed", error=repr(sweep.error))
+        await self._hand_out(sweep, rank)
+        for session in list(self._receives.values()):
+            session.swept(rank, sweep.started_ns)
+
+    async def _hand_out(self, sweep: Sweep, rank: int) -> None:
         for write, outcome, error in sweep.ended:
             if outcome is Outcome.DONE:
                 self.bytes_sent += write.num_bytes
             write.owner.write_ended(write, outcome, error)
         for peer_name, payload in sweep.notifications:
-            await self._accept(peer_name, payload)
-        self._rest(sweep.started_ns, self._receives.values())
-        return sweep
+            await self._accept(rank, peer_name, payload)
+        if isinstance(sweep.error, InstanceLostError):
+            raise sweep.error
+        if sweep.error is not None:
+            self._log.warning("connector", "taking notifications failed", error=repr(sweep.error))
 
-    async def _accept(self, peer_name: PeerName, payload: bytes) -> None:
-        ignored = await self._deliver(peer_name, payload)
+    async def _accept(self, rank: int, peer_name: PeerName, payload: bytes) -> None:
+        ignored = await self._deliver(rank, peer_name, payload)
         if ignored is not None:
             self.ignored[ignored] += 1
             self._observer.notification_ignored(ignored)
 
-    async def _deliver(self, peer_name: PeerName, payload: bytes) -> Ignored | None:
+    async def _deliver(self, rank: int, peer_name: PeerName, payload: bytes) -> Ignored | None:
+        """``payload`` came to our ``rank``."""
         note = decode(payload)
         if note is None:
             return Ignored.MALFORMED
         session = self._receives.get(note.transfer_id)
         if session is None:
             return Ignored.UNKNOWN
-        if not self._peers.speaks_for(peer_name, session.ticket.source):
+        source_rank = self._peers.rank_of(peer_name, rank, session.ticket.source)
+        if source_rank is None:
             return Ignored.FOREIGN
-        num_corrupt = await self._count_corrupt(session, note)
+        ranks = source_rank, rank
+        num_corrupt = await self._count_corrupt(session, note, ranks)
         before = session.num_bytes
-        ignored = session.accept(note, num_corrupt)
+        ignored = session.accept(note, ranks, num_corrupt)
         self.bytes_received += session.num_bytes - before
         return ignored
 
-    async def _count_corrupt(self, session: ReceiveSession, note: Notification) -> int:
-        """On the connector's thread: it takes a millisecond for each ten megabytes."""
-        check, read = session.check_of(note), self._read
-        if check is None or read is None:
+    async def _count_corrupt(
+        self, session: ReceiveSession, note: Notification, ranks: Ranks
+    ) -> int:
+        content = session.content_of(note, ranks)
+        if content is None:
             return 0
-        num_corrupt = await self._driver.run(lambda: check.count_corrupt(read))
+        num_corrupt = await self._ports[ranks[1]].count_corrupt(content)
         if num_corrupt and session.is_open:  # else its blocks may have been others' meanwhile
             self._observer.blocks_corrupt(num_corrupt)
         return num_corrupt
-
-    @staticmethod
-    def _rest(started_ns: int, sessions: Iterable[ReceiveSession]) -> None:
-        for session in list(sessions):
-            session.swept(started_ns)
 
 
 class _Notice:

@@ -1,22 +1,26 @@
 """Who this instance exchanges KV with: one peer an instance id, at its newest epoch.
 
-The table and the connector's own list change together, under one lock. An epoch that has been
-replaced stays refused even after its successor is forgotten.
+A peer has ranks, and so has this instance: those meet that have KV for each other (``routes``). The
+table and the connectors' own lists change together, under one lock: a peer is there with all its
+ranks or not at all. An epoch that has been replaced stays refused even after its successor is
+forgotten.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from isthmus.common.errors import HandshakeError, IsthmusError, StaleEpochError
 from isthmus.common.ids import InstanceId
+from isthmus.common.kv_layout import KvLayout
 from isthmus.common.transfer import Checksum, RankEndpoint, TransferOffer
 from isthmus.common.types import InstanceRef
-from isthmus.kvtransfer.driver import ConnectorDriver
 from isthmus.kvtransfer.handshake import check_epoch, check_offer
-from isthmus.kvtransfer.interface import MemoryRegion, PeerName
+from isthmus.kvtransfer.interface import PeerName
+from isthmus.kvtransfer.rank_port import RankPort
+from isthmus.kvtransfer.routes import Ranks, Route, meeting_ranks, routes_between
 
 # Called before a peer leaves the table: (instance, why, whether its process has surely ended).
 PeerLeaves = Callable[[InstanceId, IsthmusError, bool], None]
@@ -25,21 +29,39 @@ PeerLeaves = Callable[[InstanceId, IsthmusError, bool], None]
 @dataclass(frozen=True, slots=True)
 class Peer:
     ref: InstanceRef
-    rank: RankEndpoint
-    name: PeerName
+    ranks: tuple[RankEndpoint, ...]
+    names: Mapping[Ranks, PeerName]  # (our rank, its rank) → its rank, as our rank's connector says
     checksum: Checksum  # of every transfer between the two
+
+    @property
+    def layouts(self) -> tuple[KvLayout, ...]:
+        return tuple(rank.layout for rank in self.ranks)
+
+    def routes_to(self, ours: Sequence[KvLayout]) -> tuple[Route, ...]:
+        """By which its KV comes to the ranks of this instance."""
+        return routes_between(self.layouts, ours)
+
+    def routes_from(self, ours: Sequence[KvLayout]) -> dict[Route, PeerName]:
+        """By which KV of this instance's ranks goes to it, with whom to write to."""
+        return {route: self.names[route.ranks] for route in routes_between(ours, self.layouts)}
 
 
 class PeerTable:
     def __init__(
-        self, ours: TransferOffer, driver: ConnectorDriver, timeout_ms: int, on_leave: PeerLeaves
+        self,
+        ours: TransferOffer,
+        ports: Sequence[RankPort],
+        timeout_ms: int,
+        on_leave: PeerLeaves,
     ) -> None:
+        """``ports`` are of this instance's ranks, in their order."""
         self._ours = ours
-        self._driver = driver
+        self._layouts = tuple(rank.layout for rank in ours.ranks)
+        self._ports = ports
         self._timeout_ms = timeout_ms
         self._on_leave = on_leave
         self._by_id: dict[InstanceId, Peer] = {}
-        self._by_name: dict[PeerName, Peer] = {}
+        self._by_name: dict[tuple[int, PeerName], tuple[Peer, int]] = {}
         self._newest: dict[InstanceId, InstanceRef] = {}
         self._changing = asyncio.Lock()
 
@@ -48,10 +70,11 @@ class PeerTable:
         peer = self._by_id.get(ref.instance_id)
         return peer if peer is not None and peer.ref.epoch == ref.epoch else None
 
-    def speaks_for(self, name: PeerName, ref: InstanceRef) -> bool:
-        """True when what ``name`` sends comes from exactly this instance and epoch."""
-        peer = self._by_name.get(name)
-        return peer is not None and peer is self.find(ref)
+    def rank_of(self, name: PeerName, our_rank: int, ref: InstanceRef) -> int | None:
+        """Which rank of exactly this instance and epoch it is that ``name`` sends from, as our
+        rank's connector says; None when it is of none."""
+        peer, rank = self._by_name.get((our_rank, name), (None, 0))
+        return rank if peer is not None and peer is self.find(ref) else None
 
     def check_epoch(self, ref: InstanceRef) -> None:
         """Raises StaleEpochError when a newer self of ``ref`` has been met."""
@@ -63,13 +86,13 @@ class PeerTable:
         Raises HandshakeError, LayoutMismatchError or StaleEpochError and leaves no trace then,
         but that a newer epoch always ends its predecessor.
         """
-        rank = check_offer(self._ours, offer)
+        check_offer(self._ours, offer)
         ref = offer.instance
         async with self._changing:
             self.check_epoch(ref)
             known = self.find(ref)
             if known is not None:
-                self._check_same_memory(known, rank)
+                self._check_same_memory(known, offer)
                 return
             replaced = StaleEpochError(
                 f"{ref.instance_id} restarted as epoch {ref.epoch}",
@@ -79,8 +102,10 @@ class PeerTable:
             # No proof that the older process has ended: a stopped one may yet wake up and write.
             await self._drop(ref.instance_id, replaced, is_gone=False)
             checksum = offer.checksum if offer.checksum is self._ours.checksum else Checksum.NONE
-            peer = Peer(ref, rank, await self._add(ref, rank), checksum)
-            self._by_id[ref.instance_id] = self._by_name[peer.name] = peer
+            peer = Peer(ref, offer.ranks, await self._add_all(offer), checksum)
+            self._by_id[ref.instance_id] = peer
+            for (ours, theirs), name in peer.names.items():
+                self._by_name[ours, name] = peer, theirs
             self._newest[ref.instance_id] = ref
 
     async def forget(self, instance_id: InstanceId, error: IsthmusError, is_gone: bool) -> None:
@@ -92,13 +117,33 @@ class PeerTable:
         self._on_leave(instance_id, error, is_gone)
         peer = self._by_id.pop(instance_id, None)
         if peer is not None:
-            del self._by_name[peer.name]
-            await self._driver.remove_peer(peer.name, self._timeout_ms / 1000)
+            for (ours, _), name in peer.names.items():
+                del self._by_name[ours, name]
+            await self._remove(peer.names)
 
-    async def _add(self, ref: InstanceRef, rank: RankEndpoint) -> PeerName:
-        region = MemoryRegion(rank.base_address, rank.num_bytes)
+    async def _add_all(self, offer: TransferOffer) -> dict[Ranks, PeerName]:
+        """All pairs of ranks that have KV for each other, or none."""
+        pairs = meeting_ranks(self._layouts, [rank.layout for rank in offer.ranks])
+        adding = [
+            asyncio.ensure_future(self._add(self._ports[ours], offer, theirs))
+            for ours, theirs in pairs
+        ]
         try:
-            return await self._driver.add_peer(rank.agent_metadata, region, self._timeout_ms / 1000)
+            names = await asyncio.gather(*adding)
+        except BaseException:
+            for addition in adding:
+                addition.cancel()
+            ended = await asyncio.gather(*adding, return_exceptions=True)
+            await self._remove(
+                {pair: n for pair, n in zip(pairs, ended, strict=True) if isinstance(n, str)}
+            )
+            raise
+        return dict(zip(pairs, names, strict=True))
+
+    async def _add(self, port: RankPort, offer: TransferOffer, rank: int) -> PeerName:
+        ref = offer.instance
+        try:
+            return await port.add_peer(offer.ranks[rank], self._timeout_ms / 1000)
         except TimeoutError as error:
             raise HandshakeError(
                 f"{ref.instance_id} did not become a peer within {self._timeout_ms} ms",
@@ -106,9 +151,15 @@ class PeerTable:
                 instance_id=ref.instance_id,
             ) from error
 
+    async def _remove(self, names: Mapping[Ranks, PeerName]) -> None:
+        timeout_s = self._timeout_ms / 1000
+        await asyncio.gather(
+            *(self._ports[ours].remove_peer(name, timeout_s) for (ours, _), name in names.items())
+        )
+
     @staticmethod
-    def _check_same_memory(known: Peer, rank: RankEndpoint) -> None:
-        if known.rank != rank:
+    def _check_same_memory(known: Peer, offer: TransferOffer) -> None:
+        if known.ranks != offer.ranks:
             raise HandshakeError(
                 f"{known.ref.instance_id} offers other memory under the same epoch "
                 f"{known.ref.epoch}",

@@ -2,13 +2,14 @@
 
 ::
 
-    RESERVED ──▶ RECEIVING ──▶ COMPLETE                 every block × layer is there, exactly once,
-        │            │                                  and is what was sent (checksums)
+    RESERVED ──▶ RECEIVING ──▶ COMPLETE                 every block × layer is there on every route,
+        │            │                                  exactly once, as it was sent (checksums)
         └────────────┴────────▶ FAILED │ CANCELLED │ EXPIRED
 
 Two questions are kept apart. *Did it arrive?* is the state. *Can a write still land?* is
-quiescence: the target blocks belong to the transfer until there is a proof that none can, whatever
-the state. A session that ends badly stays in its manager's table until that proof is there.
+quiescence: the target blocks belong to the transfer until there is a proof that none can, on any
+rank, whatever the state. A session that ends badly stays in its manager's table until that proof is
+there.
 
 A session waits as long as its ticket allows for a prompt to be computed, but only ``stall_ns`` for
 bytes: while blocks are *owed* (the sender has begun to write them and they have not arrived) a
@@ -18,6 +19,7 @@ timer runs, which starts again with every chunk.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from enum import Enum
 from typing import Protocol
 
@@ -32,9 +34,11 @@ from isthmus.common.errors import (
 from isthmus.common.kv_layout import KvLayout
 from isthmus.common.state_machine import Transitions
 from isthmus.common.transfer import Checksum, TransferTicket
-from isthmus.kvtransfer.checksums import BlockCheck
+from isthmus.kvtransfer.checksums import ChunkContent
+from isthmus.kvtransfer.coverage import Coverage
 from isthmus.kvtransfer.notification import Flags, Notification
 from isthmus.kvtransfer.plan import Side
+from isthmus.kvtransfer.routes import Ranks, Route
 
 # Rest is counted in time between sweeps, and no gap counts for more than this: while this process
 # was stopped nothing drained, so such time is no rest.
@@ -97,13 +101,31 @@ class ReceiveHost(Protocol):
     def monotonic_ns(self) -> int: ...
 
 
+class _Rest:
+    """How long one rank's connector has to be driven yet until nothing can land there."""
+
+    def __init__(self, needed_ns: int) -> None:
+        self._needed_ns = needed_ns
+        self._last_swept_ns: int | None = None
+
+    @property
+    def is_over(self) -> bool:
+        return self._last_swept_ns is not None and self._needed_ns <= 0
+
+    def swept(self, started_ns: int) -> None:
+        if self._last_swept_ns is not None:
+            step_ns = started_ns - self._last_swept_ns
+            self._needed_ns -= min(step_ns, _MAX_REST_STEP_NS)
+        self._last_swept_ns = started_ns
+
+
 class ReceiveSession:
     """Made by TransferManager.open_receive; lives on its event loop. Times are monotonic."""
 
     def __init__(
         self,
         ticket: TransferTicket,
-        layout: KvLayout,
+        routes: Sequence[Route],
         deadline_ns: int,
         stall_ns: int,
         quarantine_ns: int,
@@ -115,18 +137,15 @@ class ReceiveSession:
         self._state = ReceiveState.RESERVED
         self._error: IsthmusError | None = None
         self._host = host
-        self._layout = layout
-        self._all_layers = (1 << layout.num_layers) - 1
-        self._layers_present = [0] * ticket.num_blocks  # per target block, one bit a layer
-        self._chunks: set[int] = set()
-        self._num_chunks: int | None = None
+        self._layout: KvLayout = routes[0].target
+        self._arrived = {route.ranks: Coverage(route, ticket.num_blocks) for route in routes}
+        self._num_chunks: int | None = None  # on every route
         self._deadline_ns = deadline_ns
         self._stall_ns = stall_ns
         self._num_owed = 0  # leading target blocks that the sender has begun to write
         self._stalls_at_ns: int | None = None  # only while some of those are missing
         self._rest_from_ns = deadline_ns
-        self._rest_needed_ns = quarantine_ns
-        self._last_swept_ns: int | None = None
+        self._rests = {route.target.tp_rank: _Rest(quarantine_ns) for route in routes}
         self._ended = asyncio.Event()
         self._quiescent = asyncio.Event()
 
@@ -203,32 +222,37 @@ class ReceiveSession:
 
     # --- for the manager -----------------------------------------------------------------------
 
-    def check_of(self, note: Notification) -> BlockCheck | None:
+    def content_of(self, note: Notification, ranks: Ranks) -> ChunkContent | None:
         """What has to be compared before ``accept``; None when nothing has to."""
-        is_chunk = Flags.ABORTED not in note.flags and note.chunk not in self._chunks
-        if not (self.is_open and note.checksums and is_chunk) or self._violation(note):
+        arrived = self._arrived.get(ranks)
+        if not (self.is_open and note.checksums) or arrived is None or Flags.ABORTED in note.flags:
             return None
+        if note.chunk in arrived.chunks or self._violation(note, arrived):
+            return None
+        route = arrived.route
         size = self._layout.block_size
         tokens = self.ticket.tokens_of(note.first_block, note.first_block + note.num_blocks, size)
-        side = Side(self._layout, self.ticket.target_block_ids, self.ticket.first_block * size)
-        return BlockCheck(side, tokens, note.layers, note.checksums)
+        side = Side(route.target, self.ticket.target_block_ids, self.ticket.first_block * size)
+        return ChunkContent(note, side, tokens, route.heads, size)
 
-    def accept(self, note: Notification, num_corrupt: int = 0) -> Ignored | None:
-        """A notification from the right peer; ``num_corrupt`` of its blocks are not what was sent.
-        None when it counted."""
+    def accept(self, note: Notification, ranks: Ranks, num_corrupt: int = 0) -> Ignored | None:
+        """A notification from the right peer: from its rank to ours (``ranks``); ``num_corrupt`` of
+        its blocks are not what was sent. None when it counted."""
         if Flags.ABORTED in note.flags:
             return self._accept_abort(note)
-        if note.chunk in self._chunks:
-            return Ignored.DUPLICATE
         was_open = self.is_open
-        if (violation := self._violation(note)) is not None:
+        arrived = self._arrived.get(ranks)
+        if arrived is not None and note.chunk in arrived.chunks:
+            return Ignored.DUPLICATE
+        violation = self._violation(note, arrived) if arrived else "no route has these ranks"
+        if arrived is None or violation is not None:
             self.fail(TransferError(f"chunk {note.chunk}: {violation}", stage="transfer"))
             return None if was_open else Ignored.LATE
         if num_corrupt:
             self.fail(self._corruption(note, num_corrupt))
         elif self._state is ReceiveState.RESERVED:
             self._state = RECEIVE_TRANSITIONS.check(self._state, ReceiveState.RECEIVING)
-        self._cover(note)
+        self.num_bytes += arrived.cover(note)
         self._watch()
         if Flags.LAST in note.flags:
             self._learn_num_chunks(note.chunk + 1)
@@ -239,7 +263,7 @@ class ReceiveSession:
         self._end(
             ReceiveState.EXPIRED,
             TransferTimeoutError(
-                f"{sum(map(self._is_whole, range(self.ticket.num_blocks)))} of "
+                f"{self.ticket.num_blocks - self._num_missing()} of "
                 f"{self.ticket.num_blocks} blocks had arrived {self._when_expired()}",
                 stage="transfer",
                 instance_id=self.ticket.source.instance_id,
@@ -253,15 +277,13 @@ class ReceiveSession:
         if is_gone:
             self.peer_ended()
 
-    def swept(self, started_ns: int) -> None:
-        """The connector was driven once more; ``started_ns`` is when that began."""
+    def swept(self, rank: int, started_ns: int) -> None:
+        """A rank's connector was driven once more; ``started_ns`` is when that began."""
         if self.is_open or self.is_quiescent or started_ns < self._rest_from_ns:
             return
-        if self._last_swept_ns is not None:
-            step_ns = started_ns - self._last_swept_ns
-            self._rest_needed_ns -= min(step_ns, _MAX_REST_STEP_NS)
-        self._last_swept_ns = started_ns
-        if self._rest_needed_ns <= 0:
+        if rank in self._rests:
+            self._rests[rank].swept(started_ns)
+        if all(rest.is_over for rest in self._rests.values()):
             self._prove(Proof.QUARANTINE_PASSED)
 
     # --- inside --------------------------------------------------------------------------------
@@ -280,8 +302,8 @@ class ReceiveSession:
             self._prove(Proof.SENDER_CONFIRMED)
         return None if was_open else Ignored.LATE
 
-    def _violation(self, note: Notification) -> str | None:
-        """What the chunk claims beside the ticket, the layout or earlier chunks."""
+    def _violation(self, note: Notification, arrived: Coverage) -> str | None:
+        """What the chunk claims beside the ticket, the layout or earlier chunks of its route."""
         last_block = note.first_block + note.num_blocks
         if note.num_blocks < 1 or last_block > self.ticket.num_blocks:
             return f"blocks [{note.first_block}, {last_block}) of {self.ticket.num_blocks}"
@@ -291,10 +313,7 @@ class ReceiveSession:
             return f"only {self._num_chunks} chunks were announced"
         if bool(note.checksums) is not (self.ticket.checksum is not Checksum.NONE):
             return f"{len(note.checksums)} checksums, the ticket says {self.ticket.checksum.value}"
-        layers = _layer_bits(note)
-        if any(present & layers for present in self._layers_present[note.first_block : last_block]):
-            return "writes blocks that another chunk wrote"
-        return None
+        return "writes blocks that another chunk wrote" if arrived.overlaps(note) else None
 
     def _corruption(self, note: Notification, num_corrupt: int) -> ChecksumError:
         return ChecksumError(
@@ -303,16 +322,10 @@ class ReceiveSession:
             instance_id=self.ticket.source.instance_id,
         )
 
-    def _cover(self, note: Notification) -> None:
-        self._chunks.add(note.chunk)
-        layers = _layer_bits(note)
-        for index in range(note.first_block, note.first_block + note.num_blocks):
-            self._layers_present[index] |= layers
-        self.num_bytes += note.num_blocks * len(note.layers) * self._layout.layer_bytes
-
     def _learn_num_chunks(self, num_chunks: int) -> None:
         known = self._num_chunks
-        beyond = [chunk for chunk in self._chunks if chunk >= num_chunks]
+        chunks = {chunk for arrived in self._arrived.values() for chunk in arrived.chunks}
+        beyond = [chunk for chunk in chunks if chunk >= num_chunks]
         if beyond or (known is not None and known != num_chunks):
             self.fail(
                 TransferError(
@@ -333,7 +346,8 @@ class ReceiveSession:
     def _watch(self) -> None:
         """Patience begins (again) while something is owed, and ends when nothing is."""
         was_watched = self._stalls_at_ns is not None
-        is_owed = self.is_open and not all(map(self._is_whole, range(self._num_owed)))
+        num_leading = min(arrived.num_leading for arrived in self._arrived.values())
+        is_owed = self.is_open and num_leading < self._num_owed
         self._stalls_at_ns = self._host.monotonic_ns() + self._stall_ns if is_owed else None
         if is_owed and not was_watched:
             self._host.receive_owed()
@@ -344,20 +358,24 @@ class ReceiveSession:
         return f"when none had come for {self._stall_ns // NS_PER_MS} ms"
 
     def _complete_if_all_arrived(self) -> None:
-        if self._num_chunks is None or len(self._chunks) != self._num_chunks:
+        routes = self._arrived.values()
+        if any(len(arrived.chunks) != self._num_chunks for arrived in routes):
             return
-        if all(map(self._is_whole, range(self.ticket.num_blocks))):
+        if all(arrived.is_whole for arrived in routes):
             if self.is_open:
                 self._end(ReceiveState.COMPLETE, None)
             self._prove(Proof.ALL_ARRIVED)
         else:
-            missing = sum(not self._is_whole(index) for index in range(self.ticket.num_blocks))
+            missing = self._num_missing()
             self.fail(
                 TransferError(f"{missing} blocks are in none of the chunks", stage="transfer")
             )
 
-    def _is_whole(self, index: int) -> bool:
-        return self._layers_present[index] == self._all_layers
+    def _num_missing(self) -> int:
+        """Blocks of which a layer has not come over some route."""
+        routes = self._arrived.values()
+        indices = range(self.ticket.num_blocks)
+        return sum(not all(arrived.has(index) for arrived in routes) for index in indices)
 
     def _end(self, state: ReceiveState, error: IsthmusError | None) -> None:
         if not self.is_open:
@@ -376,7 +394,3 @@ class ReceiveSession:
         self._quiescent.set()
         if not self.is_open:
             self._host.receive_quiescent(self)
-
-
-def _layer_bits(note: Notification) -> int:
-    return (1 << (note.layer_last + 1)) - (1 << note.layer_first)

@@ -14,7 +14,7 @@ ended, tells the receiver so (ABORTED), with QUIET when nothing of them can stil
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
@@ -29,11 +29,12 @@ from isthmus.common.ids import BlockId
 from isthmus.common.kv_layout import KvLayout
 from isthmus.common.state_machine import Transitions
 from isthmus.common.transfer import Checksum, TransferTicket
-from isthmus.kvtransfer.checksums import BlockReader, block_checksums
+from isthmus.kvtransfer.checksums import ChunkContent
 from isthmus.kvtransfer.driver import MAX_WRITE_BYTES, Outcome, Write
 from isthmus.kvtransfer.interface import PeerName
 from isthmus.kvtransfer.notification import Flags, Notification
-from isthmus.kvtransfer.plan import Side, blocks_of, plan_copies, shared_heads
+from isthmus.kvtransfer.plan import Side, blocks_of, plan_copies
+from isthmus.kvtransfer.routes import Route
 
 # Bounds what a notification carries and how many copies one write is made of.
 MAX_WRITE_BLOCKS = 512
@@ -67,17 +68,6 @@ SEND_TRANSITIONS: Transitions[SendState] = Transitions(
 
 
 @dataclass(frozen=True, slots=True)
-class Route:
-    """From this instance's store to the peer's."""
-
-    peer: PeerName
-    source: KvLayout
-    num_source_blocks: int
-    target: KvLayout
-    read: BlockReader | None = None  # of the source's blocks; needed for checksums
-
-
-@dataclass(frozen=True, slots=True)
 class LayerPart:
     """Some layers of the blocks of a push. With ``is_ready`` they are still being computed: nothing
     of them is read before it says True, on the connector's thread."""
@@ -104,7 +94,8 @@ class SendSession:
     def __init__(
         self,
         ticket: TransferTicket,
-        route: Route,
+        routes: Mapping[Route, PeerName],
+        num_source_blocks: int,
         expires_ns: int,
         quarantine_ns: int,
         host: SendHost,
@@ -115,11 +106,15 @@ class SendSession:
         self.num_bytes = 0  # of writes that are done
         self._state = SendState.CONNECTED
         self._error: IsthmusError | None = None
-        self._route = route
+        self._routes = routes
+        self._any_route = next(iter(routes))
+        self._num_source_blocks = num_source_blocks
         self._host = host
         self._quarantine_ns = quarantine_ns
         self._ended_ns = expires_ns
-        self._next_index = [0] * route.source.num_layers  # the first block not pushed, a layer
+        self._next_index = [
+            0
+        ] * self._any_route.source.num_layers  # the first block not pushed, a layer
         self._num_open_writes = 0
         self._may_still_land = False
         self._ended = asyncio.Event()
@@ -139,7 +134,8 @@ class SendSession:
 
     @property
     def target_layout(self) -> KvLayout:
-        return self._route.target
+        """Of one of its ranks: blocks and layers are those of all."""
+        return self._any_route.target
 
     @property
     def is_quiet(self) -> bool:
@@ -168,7 +164,7 @@ class SendSession:
             raise self._error
         num_blocks = len(source_block_ids) if num_blocks is None else num_blocks
         end = first_index + num_blocks
-        part = part or LayerPart(range(self._route.source.num_layers))
+        part = part or LayerPart(range(self._any_route.source.num_layers))
         self._check_push(first_index, end, source_block_ids, part.layers)
         next_index = [*self._next_index]
         next_index[part.layers.start : part.layers.stop] = [end] * len(part.layers)
@@ -179,16 +175,20 @@ class SendSession:
             self._state = SEND_TRANSITIONS.check(self._state, SendState.STREAMING)
         if is_last:
             self._state = SEND_TRANSITIONS.check(self._state, SendState.DRAINING_NIC)
-        first_token = self.source_blocks(first_index, end).start * self._route.source.block_size
-        source = Side(self._route.source, source_block_ids, first_token)
+        size = self._any_route.source.block_size
+        first_token = self.source_blocks(first_index, end).start * size
         for start, stop in self._chunks(first_index, end, part):
-            self._push_chunk(start, stop, source, part, is_last=is_last and stop == end)
+            note = self._note(start, stop, part, is_last=is_last and stop == end)
+            for route in self._routes:
+                source = Side(route.source, source_block_ids, first_token)
+                self._write(route, note, source, part)
 
     def source_blocks(self, first_index: int, stop_index: int) -> range:
         """Which blocks of the sequence hold, on this side, the tokens of the ticket's target blocks
         ``[first_index, stop_index)``."""
-        tokens = self.ticket.tokens_of(first_index, stop_index, self._route.target.block_size)
-        return blocks_of(tokens, self._route.source.block_size)
+        size = self._any_route.target.block_size
+        tokens = self.ticket.tokens_of(first_index, stop_index, size)
+        return blocks_of(tokens, self._any_route.source.block_size)
 
     async def drained(self) -> None:
         """Returns when every write is done after the last push, else raises what ended the
@@ -263,24 +263,18 @@ class SendSession:
             raise ValueError(
                 f"{len(block_ids)} source blocks for target blocks [{first_index}, {end})"
             )
-        if not all(0 <= block < self._route.num_source_blocks for block in block_ids):
+        if not all(0 <= block < self._num_source_blocks for block in block_ids):
             raise ValueError(f"source blocks outside the store: {list(block_ids)}")
 
     def _chunks(self, first_index: int, end: int, part: LayerPart) -> Iterator[tuple[int, int]]:
         most = MAX_WRITE_BYTES if part.is_ready is None else MAX_EARLY_WRITE_BYTES
-        fitting = max(1, most // (len(part.layers) * self._route.target.layer_bytes))
+        fitting = max(1, most // (len(part.layers) * self._any_route.target.layer_bytes))
         per_chunk = min(fitting, MAX_WRITE_BLOCKS)
         for start in range(first_index, end, per_chunk):
             yield start, min(start + per_chunk, end)
 
-    def _push_chunk(
-        self, first_index: int, end: int, source: Side, part: LayerPart, is_last: bool
-    ) -> None:
-        size = self._route.target.block_size
-        tokens = self.ticket.tokens_of(first_index, end, size)
-        target = Side(
-            self._route.target, self.ticket.target_block_ids, self.ticket.first_block * size
-        )
+    def _note(self, first_index: int, end: int, part: LayerPart, is_last: bool) -> Notification:
+        """Of the next chunk: it has the same number on every route."""
         note = Notification(
             transfer_id=self.ticket.transfer_id,
             chunk=self.num_chunks,
@@ -291,28 +285,28 @@ class SendSession:
             flags=Flags.LAST if is_last else Flags.NONE,
         )
         self.num_chunks += 1
+        return note
+
+    def _write(self, route: Route, note: Notification, source: Side, part: LayerPart) -> None:
+        ticket, size = self.ticket, route.target.block_size
+        tokens = ticket.tokens_of(note.first_block, note.first_block + note.num_blocks, size)
+        target = Side(route.target, ticket.target_block_ids, ticket.first_block * size)
+        is_checked = ticket.checksum is not Checksum.NONE
         self._num_open_writes += 1
         self._host.submit(
             Write(
-                peer=self._route.peer,
+                rank=route.source.tp_rank,
+                peer=self._routes[route],
                 ops=plan_copies(source, target, tokens, layers=part.layers),
-                notification=self._sealed(note, source, tokens),
+                notification=note.encode(),
+                content=ChunkContent(note, source, tokens, route.heads, size)
+                if is_checked
+                else None,
                 expires_ns=self.expires_ns,
                 owner=self,
                 is_ready=part.is_ready,
             )
         )
-
-    def _sealed(
-        self, note: Notification, source: Side, tokens: range
-    ) -> bytes | Callable[[], bytes]:
-        read, target = self._route.read, self._route.target
-        if self.ticket.checksum is Checksum.NONE or read is None:
-            return note.encode()
-        heads = shared_heads(source.layout, target)
-        return lambda: note.checked(
-            block_checksums(read, source, tokens, target.block_size, heads, note.layers)
-        ).encode()
 
     def _come_to_rest(self) -> None:
         if self._state is SendState.DRAINING_NIC:

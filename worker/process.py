@@ -18,6 +18,7 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from importlib.metadata import version
+from typing import TYPE_CHECKING
 
 from isthmus.common.clock import Clock, SystemClock
 from isthmus.common.cluster import InstanceInfo, InstanceState
@@ -29,9 +30,8 @@ from isthmus.common.rpc import bind, create_server, stop_server
 from isthmus.common.types import InstanceRef
 from isthmus.engine.core import EngineCore
 from isthmus.engine.types import StepOutput
-from isthmus.kvtransfer.connectors.registry import create_connector
-from isthmus.kvtransfer.interface import MemoryRegion
 from isthmus.kvtransfer.manager import TransferManager
+from isthmus.kvtransfer.rank_port import RankPort
 from isthmus.worker.calibrate import calibrate
 from isthmus.worker.engine_loop import EngineLoop
 from isthmus.worker.kv_event_log import KvEventLog
@@ -43,9 +43,14 @@ from isthmus.worker.registration import Registration, claim_epoch
 from isthmus.worker.role import RoleWorker, WorkerArgs, WorkerRuntime
 from isthmus.worker.service import HealthReporter, Server, add_services
 from isthmus.worker.threads import run_in_thread
+from isthmus.worker.transfers import open_local_port
+
+if TYPE_CHECKING:
+    from isthmus.worker.ranks import Ranks
 
 _WATCHDOG_S = 1.0
 _SERVER_GRACE_S = 0.5
+_CONNECTOR_CLOSE_S = 2.0
 
 log = get_logger("process")
 
@@ -110,7 +115,7 @@ class _Worker:
         stack: AsyncExitStack,
     ) -> None:
         self._launcher = launcher
-        self._rank_pids: tuple[int, ...] = (os.getpid(),)
+        self._ranks: Ranks | None = None  # of an instance of several
         self._args = args
         self._build_role = build_role
         self._build_engine = build_engine
@@ -147,7 +152,7 @@ class _Worker:
         address = await bind(server, config.host, 0)
         me = InstanceRef(args.instance_id, epoch, address)
         metrics = InstanceMetrics(args.role, me, config.transfer.connector, engine)
-        transfers = self._build_transfers(me, engine, metrics)
+        transfers = await self._build_transfers(me, engine, metrics)
         metrics.bind_sessions(transfers.sessions_by_state)
         transfers.start()
         stack.push_async_callback(transfers.close)
@@ -156,7 +161,7 @@ class _Worker:
         registration = Registration(
             registry,
             config.name,
-            _describe(args, me, engine, metrics_server.address, self._rank_pids),
+            _describe(args, me, engine, metrics_server.address, self._rank_pids()),
             config.registry.lease_ms,
             on_superseded=lambda: self._stop.fail("a newer epoch of this instance exists"),
         )
@@ -193,24 +198,28 @@ class _Worker:
         self._stack.push_async_callback(lambda: run_in_thread(ranks.close))
         ranks.launch()
         engine = await ranks.start(self._clock)
-        self._rank_pids = ranks.pids
+        self._ranks = ranks
         ranks.failed.add_done_callback(lambda failed: self._stop.fail(str(failed.exception())))
         return engine
 
-    def _build_transfers(
+    async def _build_transfers(
         self, me: InstanceRef, engine: EngineCore, metrics: InstanceMetrics
     ) -> TransferManager:
         config = self._args.config.transfer
-        store = engine.kv_store
+        ports: list[RankPort] = [open_local_port(config, me, engine.kv_store, self._clock)]
+        if self._ranks is not None:
+            try:
+                ports += await self._ranks.open_ports(me, self._clock)
+            except BaseException:
+                await ports[0].close(_CONNECTOR_CLOSE_S)
+                raise
         return TransferManager(
             me,
-            engine.kv_layout,
-            MemoryRegion(store.base_address, store.num_bytes, str(store.tensor.device)),
-            engine.num_blocks,
-            create_connector(config, me, engine.kv_layout.block_bytes),
+            ports,
             config,
             self._clock,
             metrics,
+            on_failed=lambda error: self._stop.fail(f"transfers: {error}"),
         )
 
     async def _serve(self, runtime: WorkerRuntime, server: Server) -> HealthReporter:
@@ -263,6 +272,9 @@ class _Worker:
             await lifecycle.drain(role.num_running, drain_ms)
             await role.close()
             lifecycle.stopped()
+
+    def _rank_pids(self) -> tuple[int, ...]:
+        return self._ranks.pids if self._ranks is not None else (os.getpid(),)
 
     def _outside_load(self) -> OutsideLoad:
         return self._role.outside_load() if self._role is not None else OutsideLoad()

@@ -1,8 +1,9 @@
 """A follower: one rank of an instance that is not its leader.
 
 It connects to the leader that started it, loads its part of the model, and from then on runs every
-step that the leader tells it, and nothing else. It has no server, no requests and no registration;
-its life is its leader's: it ends when the leader says so, and at once when the leader is gone.
+step that the leader tells it; a thread of its own moves KV from and to its store as the leader's
+transfers say. It has no server, no requests and no registration; its life is its leader's: it ends
+when the leader says so, and at once when the leader is gone.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from isthmus.worker.rank_link import (
     connect,
     wait_for_end,
 )
+from isthmus.worker.transfers import serve_transfers
 
 CONNECT_TIMEOUT_S = 10.0
 _LAST_WORDS_S = 2.0  # for a stop that came just before the end of the connection
@@ -70,7 +72,10 @@ def run_rank(invitation: Invitation) -> ExitCode:
 
 
 def _follow(link: RankLink, invitation: Invitation) -> ExitCode:
-    link.send_message(Hello(invitation.rank, os.getpid(), invitation.token))
+    hello = Hello(invitation.rank, os.getpid(), invitation.token)
+    link.send_message(hello)
+    transfers = connect(invitation, CONNECT_TIMEOUT_S)
+    transfers.send_message(msgspec.structs.replace(hello, is_for_transfers=True))
     # It comes when the slowest of all ranks is there. The leader has a deadline for that, and at it
     # closes the connection.
     link.set_timeout(None)
@@ -81,7 +86,13 @@ def _follow(link: RankLink, invitation: Invitation) -> ExitCode:
         config.logging, role=setup.role, instance=setup.instance_id, rank=str(invitation.rank)
     )
     pool = config.pool(Role(setup.role))
-    follower = _load(config, pool, invitation, setup.store_port)
+    follower, store = _load(config, pool, invitation, setup.store_port)
+    threading.Thread(
+        target=serve_transfers,
+        args=(transfers.detach(), config.transfer, store),
+        name="transfers",
+        daemon=True,
+    ).start()
     link.send_message(Outcome(weight_bytes=follower.weight_bytes))
     while True:
         kind, payload = link.receive()
@@ -92,7 +103,7 @@ def _follow(link: RankLink, invitation: Invitation) -> ExitCode:
 
 def _load(
     config: ClusterConfig, pool: PoolConfig, invitation: Invitation, store_port: int
-) -> Follower:
+) -> tuple[Follower, KvStore]:
     engine, device = pool.engine, invitation.device
     prepare_process(pool, invitation.rank)
     start_s = config.lifecycle.ready_timeout_ms / 1000
@@ -111,7 +122,7 @@ def _load(
     num_blocks = common_num_blocks(engine, model.spec, group)
     kv_store = KvStore(layout_of(model.spec, engine.block_size), num_blocks, device)
     group.set_timeout(engine.tp_timeout_ms / 1000)
-    return Follower(model, kv_store.tensor, device)
+    return Follower(model, kv_store.tensor, device), kv_store
 
 
 def _tell_failure(link: RankLink, error: IsthmusError) -> None:

@@ -1,4 +1,4 @@
-"""What the leader of an instance and a follower say to each other, over one TCP connection.
+"""What the leader of an instance and a follower say to each other, over two TCP connections.
 
 ::
 
@@ -9,6 +9,9 @@
 
 A frame is its kind, its length and its bytes. The end of the connection is the end of the other
 process: whoever reads it before ``stop`` ends too. One thread sends and one thread receives.
+
+The second connection begins with a Hello as well and is then for transfers alone, so that no step
+waits behind them (``isthmus.kvtransfer.port_wire``).
 """
 
 from __future__ import annotations
@@ -52,6 +55,7 @@ class Hello(msgspec.Struct, frozen=True):
     rank: int
     pid: int
     token: str
+    is_for_transfers: bool = False
 
 
 class Setup(msgspec.Struct, frozen=True):
@@ -113,6 +117,12 @@ class RankLink:
         """Ends the connection and wakes whoever waits for it, here and there. Idempotent."""
         with suppress(OSError):  # the other end was faster
             self._socket.shutdown(socket.SHUT_RDWR)
+
+    def detach(self) -> socket.socket:
+        """The connection, for somebody else to use and close: this end is done with it."""
+        connection = socket.socket(fileno=self._socket.detach())
+        connection.setblocking(False)
+        return connection
 
     def close(self) -> None:
         """When no thread waits for the connection any more."""

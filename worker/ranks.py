@@ -8,6 +8,7 @@
 
 An instance lives and dies as one: whatever happens to a follower ends the leader, which comes back
 with a new epoch and new followers. The event loop owns this; the engine's thread calls ``tell``.
+Each follower has a second connection, for transfers, which becomes a RemotePort.
 """
 
 from __future__ import annotations
@@ -24,10 +25,13 @@ from typing import Any
 from isthmus.common.clock import Clock
 from isthmus.common.errors import InstanceLostError, InternalError, IsthmusError
 from isthmus.common.logging import get_logger
+from isthmus.common.types import InstanceRef
 from isthmus.engine.core import EngineCore
 from isthmus.engine.models.loader import load_model
 from isthmus.engine.tp_group import LEADER, open_group, serve_store
 from isthmus.engine.tp_steps import LeaderModel, common_num_blocks
+from isthmus.kvtransfer.rank_port import RankPort
+from isthmus.kvtransfer.remote_port import RemotePort
 from isthmus.worker.rank_launcher import RankLauncher
 from isthmus.worker.rank_link import FrameKind, Hello, Invitation, Outcome, RankLink, Setup
 from isthmus.worker.role import WorkerArgs
@@ -56,6 +60,7 @@ class Ranks:
         self._token = secrets.token_hex(_TOKEN_BYTES)
         self._listener = socket.create_server((args.config.host, 0))
         self._links: dict[int, RankLink] = {}
+        self._transfer_links: dict[int, RankLink] = {}
         self._pids: dict[int, int] = {LEADER: os.getpid()}
         self._ready = threading.Semaphore(0)
         self._weight_bytes: dict[int, int] = {}
@@ -145,6 +150,21 @@ class Ranks:
             self._args.config.model.max_model_len,
         )
 
+    async def open_ports(self, me: InstanceRef, clock: Clock) -> list[RankPort]:
+        """Every follower's part in transfers, in the order of ranks; once. Raises what a follower
+        says that cannot make its connector, and InstanceLostError."""
+        silence_s = self._engine.tp_timeout_ms / 1000
+        ports = []
+        try:
+            for rank in sorted(self._transfer_links):
+                connection = self._transfer_links.pop(rank).detach()
+                reader, writer = await asyncio.open_connection(sock=connection)
+                ports.append(RemotePort(rank, reader, writer, clock, silence_s))
+            return list(await asyncio.gather(*(port.open(me) for port in ports)))
+        except BaseException:
+            await asyncio.gather(*(port.close(0.0) for port in ports), return_exceptions=True)
+            raise
+
     def tell(self, payload: bytes) -> None:
         """Sends one step to every follower. Raises InstanceLostError."""
         for link in self._links.values():
@@ -157,6 +177,7 @@ class Ranks:
         with self._admission:
             self._is_closed.set()
             links = list(self._links.values())
+            unused = list(self._transfer_links.values())
         self._listener.close()
         for link in links:
             try:
@@ -166,7 +187,7 @@ class Ranks:
             link.hang_up()
         if self._watcher is not None and self._watcher.is_alive():
             self._watcher.join()
-        for link in links:
+        for link in links + unused:
             link.close()
         self._launcher.close()
 
@@ -175,7 +196,7 @@ class Ranks:
     def _accept_all(self, clock: Clock) -> None:
         deadline_ns = clock.monotonic_ns() + int(self._start_s * 1e9)
         self._listener.settimeout(_ACCEPT_POLL_S)
-        while len(self._links) < self._engine.tp_size - 1:
+        while len(self._links) + len(self._transfer_links) < 2 * (self._engine.tp_size - 1):
             problem = self._launcher.problem()
             if self._is_closed.is_set() or problem or clock.monotonic_ns() > deadline_ns:
                 reason = problem or "a rank did not come in time"
@@ -197,8 +218,9 @@ class Ranks:
             log.warning("a stranger came", problem=error.message)
             link.close()
             return
+        links = self._transfer_links if hello.is_for_transfers else self._links
         is_known = hmac.compare_digest(hello.token.encode(), self._token.encode())
-        if not is_known or hello.rank in self._links or not 0 < hello.rank < self._engine.tp_size:
+        if not is_known or hello.rank in links or not 0 < hello.rank < self._engine.tp_size:
             log.warning("a stranger came", rank=hello.rank, pid=hello.pid)
             link.close()
             return
@@ -207,7 +229,7 @@ class Ranks:
             if self._is_closed.is_set():
                 link.close()
                 return
-            self._links[hello.rank] = link
+            links[hello.rank] = link
             self._pids[hello.rank] = hello.pid
 
     # --- the watcher ---

@@ -54,9 +54,16 @@ class Parallel:
         return self._project(kernels, activated, down, self.shard.ffn, 1)
 
     def logits(self, kernels: Kernels, x: torch.Tensor, head: PackedLinear) -> torch.Tensor:
-        """x [K, E] → float32 [K, V] on the leader; the rank's part on others."""
+        """x [K, E] → float32 [K, V] on the leader; the rank's part on others.
+
+        Afterwards every rank has written the KV of the batch, also when K is 0 and nothing of the
+        last layer was exchanged: the leader may have it sent away."""
         own = kernels.linear(x, head).float()
-        return own if self.is_whole else self.group.join_on_leader(own, _widths(self.shard.vocab))
+        if self.is_whole:
+            return own
+        if not len(x):
+            self.group.meet(x.device)
+        return self.group.join_on_leader(own, _widths(self.shard.vocab))
 
     def _project(
         self,

@@ -7,13 +7,15 @@ from isthmus.common.types import InstanceRef
 from isthmus.kvtransfer.interface import Connector
 
 
-def create_connector(config: TransferConfig, me: InstanceRef, block_bytes: int) -> Connector:
-    """The connector that the configuration names. Its agent is named after instance and epoch.
+def create_connector(
+    config: TransferConfig, me: InstanceRef, block_bytes: int, tp_rank: int = 0
+) -> Connector:
+    """The connector that the configuration names. Its agent is named after instance, epoch, rank.
 
     ``block_bytes`` is the granularity of most writes. Raises ConfigError for a fault script that
     cannot be read and TransferError when the connector cannot run here.
     """
-    agent_name = f"{me.instance_id}@{me.epoch}"
+    agent_name = f"{me.instance_id}@{me.epoch}" + (f"/{tp_rank}" if tp_rank else "")
     if config.connector == "nixl":
         return _nixl(agent_name, block_bytes)
     if config.connector == "local":

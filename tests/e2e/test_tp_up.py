@@ -1,4 +1,5 @@
-"""`isthmus up` with an instance of two ranks: seen in its status, restarted whole, ended whole."""
+"""`isthmus up` with instances of two ranks: seen in status, restarted whole, ended whole; and a
+pair of unlike sizes serves."""
 
 from __future__ import annotations
 
@@ -64,3 +65,34 @@ def test_an_instance_of_two_ranks_serves_recovers_and_leaves_nothing(
             cluster.close()
     finally:
         place.close()
+
+
+def test_a_pair_of_unlike_sizes_serves(tmp_path: Path) -> None:
+    model = write_serving_model(tmp_path / "tiny")
+    place = Place()
+    sizes = ["--set", "prefill.engine.tp_size=2", "--set", "decode.engine.tp_size=1"]
+    remote = ["--set", "router.min_remote_tokens=0", "--actuator", "process"]
+    try:
+        cluster = place.up(
+            "--prefill", "1", "--decode", "1", "--model", str(model), *sizes, *remote
+        )
+        try:
+            body = {"model": cluster.ready["model"], **PROMPT}
+            url = f"{cluster.url}/v1/completions"
+            assert httpx.post(url, json=body, trust_env=False, timeout=60).status_code == 200
+            infos = {item["role"]: item["info"] for item in cluster.instances()}
+            assert len(infos["prefill"]["rank_pids"]) == 2
+            assert received_bytes(infos["decode"]["metrics_address"]) > 0
+            assert cluster.interrupt() == 0
+            assert place.leftovers() == []
+        finally:
+            cluster.close()
+    finally:
+        place.close()
+
+
+def received_bytes(address: str) -> float:
+    text = httpx.get(f"http://{address}/metrics", trust_env=False, timeout=20).text
+    name = "isthmus_kv_transfer_bytes_total"
+    lines = [line for line in text.splitlines() if line.startswith(name) and "receive" in line]
+    return sum(float(line.rpartition(" ")[2]) for line in lines)

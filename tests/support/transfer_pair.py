@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +15,7 @@ import numpy.typing as npt
 from isthmus.common.clock import NS_PER_MS, VirtualClock
 from isthmus.common.config import TransferConfig
 from isthmus.common.ids import BlockId, InstanceId, RequestId, new_transfer_id
-from isthmus.common.kv_layout import KvLayout
+from isthmus.common.kv_layout import KvLayout, head_ranges
 from isthmus.common.transfer import TransferTicket
 from isthmus.common.types import InstanceRef
 from isthmus.kvtransfer.connectors.fake import FakeConnector, parse_script
@@ -23,6 +23,7 @@ from isthmus.kvtransfer.connectors.local import LocalConnector, LocalFabric
 from isthmus.kvtransfer.interface import MemoryRegion
 from isthmus.kvtransfer.manager import TransferManager
 from isthmus.kvtransfer.observer import Side
+from isthmus.kvtransfer.rank_port import LocalPort, RankPort
 from isthmus.kvtransfer.receive_session import Ignored, ReceiveSession
 from isthmus.kvtransfer.send_session import SendSession
 
@@ -48,8 +49,85 @@ class RecordingObserver:
         self.num_corrupt += num_blocks
 
 
+def ranked(layout: KvLayout, num_heads: int, tp_size: int) -> tuple[KvLayout, ...]:
+    """``layout`` as each of ``tp_size`` ranks has it, of a model with ``num_heads`` KV heads."""
+    like = replace(layout, total_kv_heads=num_heads, tp_size=tp_size)
+    return tuple(
+        replace(like, num_kv_heads=len(heads), tp_rank=rank)
+        for rank, heads in enumerate(head_ranges(num_heads, tp_size))
+    )
+
+
+class RankStores:
+    """The memory of every rank of one instance, and a port to each in this process. Ranks with
+    copies of a head begin with the same KV."""
+
+    def __init__(
+        self,
+        instance_id: str,
+        epoch: int,
+        fabric: LocalFabric,
+        clock: VirtualClock,
+        layouts: Sequence[KvLayout],
+        script: str = "",
+        config: TransferConfig = CONFIG,
+    ) -> None:
+        """``script`` is each rank's."""
+        self.layouts = tuple(layouts)
+        random = np.random.default_rng(sum(instance_id.encode()) + epoch)
+        heads = self.layouts[0].model_kv_heads
+        whole = random.integers(0, 256, _shape(self.layouts[0], heads), dtype=np.uint8)
+        self.memories: list[npt.NDArray[np.uint8]] = [
+            whole[:, :, :, layout.heads.start : layout.heads.stop].flatten()
+            for layout in self.layouts
+        ]
+        name = f"{instance_id}@{epoch}"
+        self.connectors = [
+            FakeConnector(
+                LocalConnector(f"{name}/{rank}" if rank else name, fabric), parse_script(script)[1]
+            )
+            for rank in range(len(self.layouts))
+        ]
+        self.ports = [
+            LocalPort(
+                layout,
+                MemoryRegion(memory.ctypes.data, memory.nbytes),
+                NUM_BLOCKS,
+                connector,
+                config,
+                clock,
+            )
+            for layout, memory, connector in zip(
+                self.layouts, self.memories, self.connectors, strict=True
+            )
+        ]
+
+    def tokens(self, block_ids: Sequence[BlockId], num_tokens: int) -> npt.NDArray[np.uint8]:
+        """[L, P, heads of the model, tokens, D·bytes]: what these blocks hold on all ranks."""
+        by_head: dict[int, npt.NDArray[np.uint8]] = {}
+        for layout, memory in zip(self.layouts, self.memories, strict=True):
+            store = memory.reshape(_shape(layout, layout.num_kv_heads))
+            held = np.concatenate([store[block] for block in block_ids], axis=3)
+            for index, head in enumerate(layout.heads):
+                own = held[:, :, index, :num_tokens]
+                assert (by_head.setdefault(head, own) == own).all(), f"copies of {head} differ"
+        return np.stack([by_head[head] for head in sorted(by_head)], axis=2)
+
+
+def _shape(layout: KvLayout, num_heads: int) -> tuple[int, ...]:
+    return (
+        NUM_BLOCKS,
+        layout.num_layers,
+        layout.num_planes,
+        num_heads,
+        layout.block_size,
+        layout.vector_bytes,
+    )
+
+
 class TransferEnd:
-    """One manager, its memory and what it reported."""
+    """One manager, the memory of its ranks and what it reported. ``memory``, ``layout`` and
+    ``connector`` are the leader's."""
 
     def __init__(
         self,
@@ -60,25 +138,20 @@ class TransferEnd:
         script: str = "",
         layout: KvLayout = LAYOUT,
         config: TransferConfig = CONFIG,
+        stores: RankStores | None = None,
+        ports: Sequence[RankPort] | None = None,
     ) -> None:
-        seed = sum(instance_id.encode()) + epoch
+        """``stores`` are of several ranks, ``ports`` the manager's where they are not these."""
         self.ref = InstanceRef(InstanceId(instance_id), epoch, "127.0.0.1:1")
-        self.layout = layout
-        self.memory: npt.NDArray[np.uint8] = np.random.default_rng(seed).integers(
-            0, 256, NUM_BLOCKS * layout.block_bytes, dtype=np.uint8
+        self.stores = stores or RankStores(
+            instance_id, epoch, fabric, clock, [layout], script, config
         )
+        self.layout = self.stores.layouts[0]
+        self.memory = self.stores.memories[0]
+        self.connector = self.stores.connectors[0]
         self.observer = RecordingObserver()
-        local = LocalConnector(f"{instance_id}@{epoch}", fabric)
-        self.connector = FakeConnector(local, parse_script(script)[1])
         self.manager = TransferManager(
-            self.ref,
-            layout,
-            MemoryRegion(self.memory.ctypes.data, self.memory.nbytes),
-            NUM_BLOCKS,
-            self.connector,
-            config,
-            clock,
-            self.observer,
+            self.ref, ports or self.stores.ports, config, clock, self.observer
         )
 
     def blocks(self, block_ids: Sequence[BlockId]) -> npt.NDArray[np.uint8]:

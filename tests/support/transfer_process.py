@@ -18,6 +18,7 @@ from isthmus.common.types import InstanceRef
 from isthmus.kvtransfer.connectors.registry import create_connector
 from isthmus.kvtransfer.interface import MemoryRegion
 from isthmus.kvtransfer.manager import TransferManager
+from isthmus.kvtransfer.rank_port import LocalPort
 from isthmus.kvtransfer.receive_session import ReceiveSession
 from isthmus.kvtransfer.send_session import SendSession
 from tests.support.connector_process import ChildProcess
@@ -53,8 +54,7 @@ class _Served:
             0, 256, NUM_BLOCKS * LAYOUT.block_bytes, dtype=np.uint8
         )
         config = TransferConfig(connector="nixl", quarantine_ms=quarantine_ms)
-        self._manager = TransferManager(
-            ref,
+        port = LocalPort(
             LAYOUT,
             MemoryRegion(self._memory.ctypes.data, self._memory.nbytes),
             NUM_BLOCKS,
@@ -62,6 +62,7 @@ class _Served:
             config,
             SystemClock(),
         )
+        self._manager = TransferManager(ref, [port], config, SystemClock())
         self._manager.start()
         self._sessions: dict[TransferId, SendSession | ReceiveSession] = {}
 

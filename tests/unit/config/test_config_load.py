@@ -123,15 +123,6 @@ def test_a_block_holds_at_least_one_token(block_size: int) -> None:
         load_config(overrides={"prefill": {"engine": {"block_size": block_size}}}, environ={})
 
 
-@pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_ranks_are_refused_where_kv_would_have_to_travel(role: str) -> None:
-    pools = {role: {"engine": {"tp_size": 2}}}
-    with pytest.raises(ConfigError) as caught:
-        load_config(overrides=pools, environ={})
-    assert caught.value.message.startswith(f"{role}.engine.tp_size (2) must be 1: KV goes between")
-    assert load_config(overrides={"mixed": pools[role]}, environ={}).mixed.engine.tp_size == 2
-
-
 @pytest.mark.parametrize(("written_as", "meant"), [("on", "on"), ("off", "off"), ('"on"', "on")])
 def test_a_bare_on_or_off_is_no_truth_value(tmp_path: Path, written_as: str, meant: str) -> None:
     text = f"mixed: {{engine: {{async_scheduling: {written_as}}}}}\n"

@@ -7,25 +7,31 @@ import pytest
 
 from isthmus.common.errors import HandshakeError, LayoutMismatchError, StaleEpochError
 from isthmus.common.ids import InstanceId
-from isthmus.common.transfer import TransferOffer
+from isthmus.common.kv_layout import KvLayout
+from isthmus.common.transfer import RankEndpoint, TransferOffer
 from isthmus.common.types import InstanceRef
 from isthmus.kvtransfer.handshake import check_epoch, check_offer, make_offer
-from isthmus.kvtransfer.interface import MemoryRegion
-from tests.support.transfer_pair import LAYOUT
-
-REGION = MemoryRegion(4096, 8 * LAYOUT.block_bytes)
+from tests.support.transfer_pair import LAYOUT, ranked
 
 
 def offer(instance_id: str = "decode-0", **changes: object) -> TransferOffer:
     ref = InstanceRef(InstanceId(instance_id), 3, "127.0.0.1:1")
-    return replace(make_offer(ref, "nixl", b"md", REGION, 8, LAYOUT), **changes)  # type: ignore[arg-type]
+    ranks = [rank_of(LAYOUT)]
+    return replace(make_offer(ref, "nixl", ranks), **changes)  # type: ignore[arg-type]
+
+
+def rank_of(layout: KvLayout, num_blocks: int = 8) -> RankEndpoint:
+    num_bytes = num_blocks * layout.block_bytes
+    return RankEndpoint(layout.tp_rank, b"md", 4096, num_bytes, num_blocks, layout)
 
 
 OURS = offer("prefill-0")
+# A model of one KV head: both ranks have it.
+RANKS = tuple(map(rank_of, ranked(LAYOUT, 1, 2)))
 
 
 def test_like_offers_match() -> None:
-    assert check_offer(OURS, offer()) == offer().ranks[0]
+    check_offer(OURS, offer())
 
 
 def test_version_is_looked_at_before_anything_else() -> None:
@@ -44,14 +50,28 @@ def test_layout_is_looked_at_before_connector_and_memory() -> None:
 
 def test_unlike_block_sizes_match() -> None:
     large = replace(LAYOUT, block_size=16)
-    theirs = _with_rank(layout=large, num_blocks=2)
-    assert check_offer(OURS, theirs).layout.block_size == 16
+    check_offer(OURS, offer(ranks=(rank_of(large, 2),)))
 
 
-def test_unlike_numbers_of_ranks_in_a_layout_are_refused() -> None:
-    half = replace(LAYOUT, num_kv_heads=1, total_kv_heads=1, tp_size=2)
-    with pytest.raises(LayoutMismatchError, match="tp_size: 1 here, 2 there"):
-        check_offer(OURS, _with_rank(layout=half))
+def test_unlike_numbers_of_ranks_match() -> None:
+    check_offer(OURS, offer(ranks=RANKS))
+
+
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        RANKS[:1],
+        RANKS[::-1],
+        (RANKS[0], RANKS[0]),
+        (RANKS[0], replace(RANKS[1], tp_rank=0)),
+        (RANKS[0], replace(RANKS[1], num_blocks=7)),
+        (RANKS[0], replace(RANKS[1], layout=replace(RANKS[1].layout, block_size=8), num_blocks=4)),
+    ],
+    ids=["one missing", "order", "twice", "number", "blocks", "block size"],
+)
+def test_ranks_that_are_no_instance_are_refused(ranks: tuple[RankEndpoint, ...]) -> None:
+    with pytest.raises(HandshakeError, match=r"decode-0 offers \d ranks, of which number"):
+        check_offer(OURS, offer(ranks=ranks))
 
 
 def _with_rank(**changes: object) -> TransferOffer:
@@ -76,11 +96,6 @@ def test_malformed_offers_are_refused(theirs: Callable[[], TransferOffer], messa
 def test_hash_that_does_not_fit_the_fields_is_refused() -> None:
     with pytest.raises(LayoutMismatchError, match="layout hash"):
         check_offer(OURS, offer(layout_hash="0" * 32))
-
-
-def test_unlike_numbers_of_ranks_are_refused() -> None:
-    with pytest.raises(LayoutMismatchError, match="ranks: 1 here, 2"):
-        check_offer(OURS, offer(ranks=offer().ranks * 2))
 
 
 def test_only_older_epochs_are_stale() -> None:

@@ -316,7 +316,7 @@ async def test_poller_that_fails_fails_its_sessions(monkeypatch: pytest.MonkeyPa
     pair = await _start("", 5000)
     _, receive = pair.open([3], timeout_ms=5000)
 
-    def broken(peer_name: PeerName, payload: bytes) -> None:
+    def broken(rank: int, peer_name: PeerName, payload: bytes) -> None:
         raise RuntimeError("bug")
 
     monkeypatch.setattr(pair.decode.manager, "_accept", broken)

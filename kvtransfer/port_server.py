@@ -1,0 +1,168 @@
+"""A follower's side of a RemotePort: its rank's LocalPort, told over one connection what to do.
+
+It decides nothing and keeps no session. What it must not do is go on by itself: when the leader's
+connection ends, nothing more is posted, and the connector is closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from isthmus.common.clock import Clock
+from isthmus.common.errors import ErrorDetail, InternalError, IsthmusError
+from isthmus.common.ids import InstanceId
+from isthmus.common.logging import get_logger
+from isthmus.common.types import InstanceRef
+from isthmus.kvtransfer import port_wire as wire
+from isthmus.kvtransfer.driver import Outcome, Write
+from isthmus.kvtransfer.interface import PeerName
+from isthmus.kvtransfer.rank_port import LocalPort
+
+PortOpener = Callable[[InstanceRef], LocalPort]
+_CLOSE_TIMEOUT_S = 2.0
+
+log = get_logger("kvtransfer")
+
+
+class _Owner:
+    """Stands for a session, which is the leader's: of one write."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.is_open = True
+
+    def write_ended(self, write: Write, outcome: Outcome, error: IsthmusError | None) -> None:
+        """Never called: the leader is told by the reply to its sweep."""
+
+
+class PortServer:
+    """Serves one leader, on the event loop that ``serve`` runs on."""
+
+    def __init__(self, open_port: PortOpener, clock: Clock) -> None:
+        self._open_port = open_port
+        self._clock = clock
+        self._port: LocalPort | None = None
+        self._owners: dict[int, _Owner] = {}
+        self._answers: set[asyncio.Task[None]] = set()
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Returns when the connection has ended. Raises InternalError for what is no call."""
+        try:
+            while True:
+                call = await wire.receive(reader, wire.Call)
+                if call.number == wire.UNANSWERED:
+                    self._take(call.request)
+                else:
+                    answer = asyncio.create_task(self._answer(call, writer))
+                    self._answers.add(answer)
+                    answer.add_done_callback(self._answers.discard)
+        except EOFError:
+            log.debug("the leader has hung up")
+        finally:
+            await self._stop()
+            writer.close()
+
+    async def _stop(self) -> None:
+        for owner in self._owners.values():
+            owner.is_open = False
+        for answer in self._answers:
+            answer.cancel()
+        await asyncio.gather(*self._answers, return_exceptions=True)
+        if self._port is not None:
+            await self._port.close(_CLOSE_TIMEOUT_S)
+
+    # --- calls without an answer: in the order in which they come ------------------------------
+
+    def _take(self, request: wire.Request) -> None:
+        match request:
+            case wire.Submit():
+                self._submit(request)
+            case wire.Withdraw():
+                for number in request.writes:
+                    if number in self._owners:
+                        self._owners[number].is_open = False
+            case wire.Wake():
+                self._opened.wake()
+            case _:
+                raise InternalError(f"{type(request).__name__} wants a number", stage="transfer")
+
+    def _submit(self, request: wire.Submit) -> None:
+        port = self._opened
+        owner = self._owners[request.write] = _Owner(request.write)
+        content = None
+        if request.content is not None:
+            content = wire.unpack_content(request.content, port.endpoint.layout)
+        port.submit(
+            Write(
+                rank=port.endpoint.tp_rank,
+                peer=PeerName(request.peer),
+                ops=wire.unpack_copies(request.copies),
+                notification=request.notification,
+                content=content,
+                expires_ns=request.expires_ns,
+                owner=owner,
+            )
+        )
+
+    # --- calls with one ------------------------------------------------------------------------
+
+    async def _answer(self, call: wire.Call, writer: asyncio.StreamWriter) -> None:
+        try:
+            result = await self._result(call.request)
+        except IsthmusError as error:
+            result = wire.Failed(ErrorDetail.of(error))
+        except TimeoutError:
+            result = wire.TimedOut()
+        except Exception as error:
+            log.exception("a call of the leader failed")
+            problem = InternalError(f"{type(error).__name__}: {error}", stage="transfer")
+            result = wire.Failed(ErrorDetail.of(problem))
+        writer.write(wire.encode(wire.Reply(call.number, self._clock.monotonic_ns(), result)))
+
+    async def _result(self, request: wire.Request) -> wire.Result:
+        match request:
+            case wire.Open():
+                return self._open(request)
+            case wire.Look():
+                return await self._look(request.patience_s)
+            case wire.AddPeer():
+                return wire.Added(await self._opened.add_peer(request.peer, request.timeout_s))
+            case wire.RemovePeer():
+                await self._opened.remove_peer(PeerName(request.peer), request.timeout_s)
+                return wire.Removed()
+            case wire.CountCorrupt():
+                layout = self._opened.endpoint.layout
+                content = wire.unpack_content(request.content, layout)
+                return wire.Counted(await self._opened.count_corrupt(content))
+            case wire.Close():
+                port, self._port = self._opened, None
+                return wire.Closed(await port.close(request.timeout_s))
+            case _:
+                raise InternalError(f"{type(request).__name__} has no answer", stage="transfer")
+
+    @property
+    def _opened(self) -> LocalPort:
+        if self._port is None:
+            raise InternalError("the rank's port is not open", stage="transfer")
+        return self._port
+
+    def _open(self, request: wire.Open) -> wire.Opened:
+        me = InstanceRef(InstanceId(request.instance_id), request.epoch, request.address)
+        port = self._port = self._open_port(me)
+        return wire.Opened(port.endpoint, port.connector_name, port.checksum)
+
+    async def _look(self, patience_s: float) -> wire.Seen:
+        sweep = await self._opened.sweep(patience_s)
+        ended = []
+        for write, outcome, error in sweep.ended:
+            assert isinstance(write.owner, _Owner)
+            del self._owners[write.owner.number]
+            detail = ErrorDetail.of(error) if error is not None else None
+            ended.append((write.owner.number, outcome, detail))
+        return wire.Seen(
+            ended=tuple(ended),
+            notifications=tuple(sweep.notifications),
+            num_posted=sweep.num_posted,
+            error=repr(sweep.error) if sweep.error is not None else "",
+        )

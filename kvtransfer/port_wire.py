@@ -1,0 +1,207 @@
+"""What a leader's RemotePort and a follower's PortServer say to each other: frames of msgpack.
+
+::
+
+    leader     Call ──▶   ◀── Reply      one for each call that has a number; in any order
+    frame      length, 4 bytes, little-endian │ message
+
+Times in a call are of the follower's clock: every reply says what that shows (``now_ns``), which
+the leader takes for the time at which the reply came. So it believes the follower's clock to be
+behind by as much as a reply takes, and a deadline comes too early rather than too late.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from typing import TypeVar
+
+import msgspec
+import numpy as np
+
+from isthmus.common.errors import ErrorDetail, InternalError
+from isthmus.common.ids import BlockId
+from isthmus.common.kv_layout import KvLayout
+from isthmus.common.transfer import Checksum, RankEndpoint
+from isthmus.kvtransfer.checksums import ChunkContent
+from isthmus.kvtransfer.copies import Copies
+from isthmus.kvtransfer.driver import Outcome
+from isthmus.kvtransfer.notification import decode as decode_note
+from isthmus.kvtransfer.plan import Side, blocks_of
+
+MessageT = TypeVar("MessageT", bound=msgspec.Struct)
+
+_LENGTH = struct.Struct("<I")
+_MAX_FRAME_BYTES = 2**30
+UNANSWERED = 0  # the number of a call that wants no reply
+
+
+class _Message(msgspec.Struct, frozen=True, array_like=True):
+    pass
+
+
+class ContentMessage(_Message, frozen=True):
+    """``ChunkContent`` without the layout, which is the follower's own."""
+
+    note: bytes
+    block_ids: tuple[int, ...]
+    first_token: int
+    tokens: tuple[int, int]
+    heads: tuple[int, int]
+    target_block_size: int
+
+
+class Open(_Message, frozen=True, tag="open"):
+    instance_id: str
+    epoch: int
+    address: str
+
+
+class Submit(_Message, frozen=True, tag="submit"):
+    write: int
+    peer: str
+    copies: bytes
+    notification: bytes
+    expires_ns: int
+    content: ContentMessage | None
+
+
+class Withdraw(_Message, frozen=True, tag="withdraw"):
+    """Their session has ended: what is not posted yet of these writes is not to be."""
+
+    writes: tuple[int, ...]
+
+
+class Wake(_Message, frozen=True, tag="wake"):
+    pass
+
+
+class Look(_Message, frozen=True, tag="look"):
+    patience_s: float
+
+
+class AddPeer(_Message, frozen=True, tag="add_peer"):
+    peer: RankEndpoint
+    timeout_s: float
+
+
+class RemovePeer(_Message, frozen=True, tag="remove_peer"):
+    peer: str
+    timeout_s: float
+
+
+class CountCorrupt(_Message, frozen=True, tag="count_corrupt"):
+    content: ContentMessage
+
+
+class Close(_Message, frozen=True, tag="close"):
+    timeout_s: float
+
+
+Request = Open | Submit | Withdraw | Wake | Look | AddPeer | RemovePeer | CountCorrupt | Close
+
+
+class Opened(_Message, frozen=True, tag="opened"):
+    endpoint: RankEndpoint
+    connector_name: str
+    checksum: Checksum
+
+
+class Seen(_Message, frozen=True, tag="seen"):
+    """A ``Sweep``."""
+
+    ended: tuple[tuple[int, Outcome, ErrorDetail | None], ...]
+    notifications: tuple[tuple[str, bytes], ...]
+    num_posted: int
+    error: str
+
+
+class Added(_Message, frozen=True, tag="added"):
+    peer: str
+
+
+class Removed(_Message, frozen=True, tag="removed"):
+    pass
+
+
+class Counted(_Message, frozen=True, tag="counted"):
+    num_corrupt: int
+
+
+class Closed(_Message, frozen=True, tag="closed"):
+    in_time: bool
+
+
+class Failed(_Message, frozen=True, tag="failed"):
+    error: ErrorDetail
+
+
+class TimedOut(_Message, frozen=True, tag="timed_out"):
+    pass
+
+
+Result = Opened | Seen | Added | Removed | Counted | Closed | Failed | TimedOut
+
+
+class Call(_Message, frozen=True):
+    number: int
+    request: Request
+
+
+class Reply(_Message, frozen=True):
+    number: int
+    now_ns: int
+    result: Result
+
+
+def encode(message: Call | Reply) -> bytes:
+    payload = msgspec.msgpack.encode(message)
+    return _LENGTH.pack(len(payload)) + payload
+
+
+async def receive(reader: asyncio.StreamReader, kind: type[MessageT]) -> MessageT:
+    """Raises EOFError when the other end has closed, and InternalError for what is no message."""
+    try:
+        (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+        if length > _MAX_FRAME_BYTES:
+            raise InternalError("what came from another rank is no frame", stage="transfer")
+        payload = await reader.readexactly(length)
+    except (asyncio.IncompleteReadError, OSError) as error:
+        raise EOFError(str(error)) from error
+    try:
+        return msgspec.msgpack.decode(payload, type=kind)
+    except msgspec.MsgspecError as error:
+        raise InternalError(f"{kind.__name__} was due: {error}", stage="transfer") from error
+
+
+def pack_copies(copies: Copies) -> bytes:
+    return copies.rows.tobytes()
+
+
+def unpack_copies(data: bytes) -> Copies:
+    return Copies(np.frombuffer(data, dtype=np.int64).reshape(-1, 3))
+
+
+def pack_content(content: ChunkContent) -> ContentMessage:
+    """Only with the blocks that hold the chunk's tokens."""
+    side, tokens, size = content.side, content.tokens, content.side.layout.block_size
+    blocks = blocks_of(tokens, size)
+    first = side.first_token // size
+    return ContentMessage(
+        note=content.note.encode(),
+        block_ids=tuple(side.block_ids[blocks.start - first : blocks.stop - first]),
+        first_token=blocks.start * size,
+        tokens=(tokens.start, tokens.stop),
+        heads=(content.heads.start, content.heads.stop),
+        target_block_size=content.target_block_size,
+    )
+
+
+def unpack_content(message: ContentMessage, layout: KvLayout) -> ChunkContent:
+    """``layout`` is of the rank whose blocks are named."""
+    note = decode_note(message.note)
+    if note is None:
+        raise InternalError("what came from another rank is no notification", stage="transfer")
+    side = Side(layout, tuple(map(BlockId, message.block_ids)), message.first_token)
+    tokens, heads = range(*message.tokens), range(*message.heads)
+    return ChunkContent(note, side, tokens, heads, message.target_block_size)

@@ -1,0 +1,156 @@
+"""One rank of this instance as its TransferManager sees it: a store of KV, and the connector that
+is driven beside it.
+
+::
+
+    TransferManager ─┬─▶ LocalPort  ─▶ ConnectorDriver        the leader's own rank
+                     ├─▶ RemotePort ═══▶ PortServer ─▶ LocalPort ─▶ …      a follower's process
+                     └─▶ RemotePort ═══▶ …
+
+The manager decides everything and a port does what it is told, so a session does not know which
+process its blocks are in. A port that is lost takes its instance with it.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Protocol
+
+from isthmus.common.clock import Clock
+from isthmus.common.config import TransferConfig
+from isthmus.common.kv_layout import KvLayout
+from isthmus.common.transfer import Checksum, RankEndpoint
+from isthmus.kvtransfer.checksums import (
+    BlockReader,
+    ChunkContent,
+    host_reader,
+    offered_checksum,
+)
+from isthmus.kvtransfer.driver import ConnectorDriver, Sweep, Write, WriteOwner
+from isthmus.kvtransfer.interface import Connector, MemoryRegion, PeerName
+
+
+class RankPort(Protocol):
+    """Methods are called on the manager's event loop. Once a port in another process is lost, those
+    that wait raise InstanceLostError."""
+
+    @property
+    def endpoint(self) -> RankEndpoint:
+        """The rank as peers see it."""
+        ...
+
+    @property
+    def connector_name(self) -> str: ...
+
+    @property
+    def checksum(self) -> Checksum:
+        """What the rank can compute and may."""
+        ...
+
+    @property
+    def num_open_writes(self) -> int:
+        """Submitted and not yet reported as ended."""
+        ...
+
+    @property
+    def open_bytes(self) -> int: ...
+
+    def submit(self, write: Write) -> None:
+        """Returns at once. The next sweep posts it, or tells why not."""
+        ...
+
+    def owner_ended(self, owner: WriteOwner) -> None:
+        """Of its writes, those that are not posted yet need not be."""
+        ...
+
+    def wake(self) -> None:
+        """There may be something to see: a patient sweep looks once more and returns."""
+        ...
+
+    async def sweep(self, patience_s: float) -> Sweep:
+        """What happened; waits so long for something to happen. Of a lost port: how its writes
+        ended, with an InstanceLostError as the sweep's error."""
+        ...
+
+    async def add_peer(self, peer: RankEndpoint, timeout_s: float) -> PeerName:
+        """Raises HandshakeError from the connector and TimeoutError when it takes too long."""
+        ...
+
+    async def remove_peer(self, peer: PeerName, timeout_s: float) -> None: ...
+
+    async def count_corrupt(self, content: ChunkContent) -> int: ...
+
+    async def close(self, timeout_s: float) -> bool:
+        """False when the connector did not close in time."""
+        ...
+
+
+class LocalPort:
+    """Implements ``RankPort`` in this process."""
+
+    def __init__(
+        self,
+        layout: KvLayout,
+        region: MemoryRegion,
+        num_blocks: int,
+        connector: Connector,
+        config: TransferConfig,
+        clock: Clock,
+    ) -> None:
+        """Registers ``region`` with the connector and blocks until that is done. Raises ConfigError
+        for checksums that cannot be computed here, and TransferError from the connector."""
+        self.checksum = offered_checksum(config, region)
+        self._read: BlockReader | None = None
+        if self.checksum is not Checksum.NONE:
+            self._read = host_reader(region, layout, num_blocks)
+        self._driver = ConnectorDriver(connector, region, clock)
+        self.endpoint = RankEndpoint(
+            tp_rank=layout.tp_rank,
+            agent_metadata=self._driver.metadata,
+            base_address=region.base_address,
+            num_bytes=region.num_bytes,
+            num_blocks=num_blocks,
+            layout=layout,
+        )
+
+    @property
+    def connector_name(self) -> str:
+        return self._driver.connector_name
+
+    @property
+    def num_open_writes(self) -> int:
+        return self._driver.num_open_writes
+
+    @property
+    def open_bytes(self) -> int:
+        return self._driver.open_bytes
+
+    def submit(self, write: Write) -> None:
+        if write.content is not None and self._read is not None:
+            write.notification = partial(write.content.seal, self._read)
+        self._driver.submit(write)
+
+    def owner_ended(self, owner: WriteOwner) -> None:
+        """Nothing to do: the driver asks the owner itself right before it posts."""
+
+    def wake(self) -> None:
+        self._driver.wake()
+
+    async def sweep(self, patience_s: float) -> Sweep:
+        return await self._driver.sweep(patience_s)
+
+    async def add_peer(self, peer: RankEndpoint, timeout_s: float) -> PeerName:
+        region = MemoryRegion(peer.base_address, peer.num_bytes)
+        return await self._driver.add_peer(peer.agent_metadata, region, timeout_s)
+
+    async def remove_peer(self, peer: PeerName, timeout_s: float) -> None:
+        await self._driver.remove_peer(peer, timeout_s)
+
+    async def count_corrupt(self, content: ChunkContent) -> int:
+        """On the connector's thread: it takes a millisecond for each ten megabytes."""
+        read = self._read
+        assert read is not None, "checksums were agreed on"
+        return await self._driver.run(lambda: content.count_corrupt(read))
+
+    async def close(self, timeout_s: float) -> bool:
+        return await self._driver.close(timeout_s)
