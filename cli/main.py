@@ -24,8 +24,10 @@ from isthmus.cli.commands import (
     doctor,
     down,
     explain,
+    plan,
     profile,
     scale,
+    sim,
     status,
     up,
 )
@@ -50,6 +52,8 @@ app.command("doctor")(doctor.doctor)
 app.command("profile")(profile.profile)
 app.add_typer(config.app, name="config")
 app.add_typer(bench.app, name="bench")
+app.add_typer(sim.app, name="sim")
+app.command("plan")(plan.plan)
 
 
 def _show_version(is_asked: bool) -> None:

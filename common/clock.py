@@ -41,3 +41,8 @@ class VirtualClock:
 
     def advance_ms(self, milliseconds: float) -> None:
         self._now_ns += int(milliseconds * NS_PER_MS)
+
+    def advance_to(self, now_ns: int) -> None:
+        """To an instant that is not before the present one."""
+        assert now_ns >= self._now_ns, "time does not go back"
+        self._now_ns = now_ns

@@ -2,30 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from isthmus.loadgen.types import Record, Status, Targets, Verdict
 from isthmus.workload import mean_rate
+from isthmus.workload.figures import Spread, spread
 
-QUANTILES = (0.5, 0.9, 0.99)
 # A generator that sends later than this in the tail is too slow for the rate that it was asked for.
 MAX_LAG_MS = 50.0
-
-
-@dataclass(frozen=True, slots=True)
-class Spread:
-    """Milliseconds over the calls that have the figure; all zero when none has."""
-
-    count: int
-    mean: float
-    p50: float
-    p90: float
-    p99: float
-    max: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,19 +70,6 @@ def summarise(records: Sequence[Record], targets: Targets, warm_up: int = 0) -> 
         output_tokens_per_s=num_tokens / busy_s if ends else 0.0,
         problems=dict(Counter(_kind_of(record) for record in counted if record.problem)),
     )
-
-
-def spread(values: Iterable[float | None]) -> Spread:
-    known = sorted(value for value in values if value is not None)
-    if not known:
-        return Spread(0, 0.0, 0.0, 0.0, 0.0, 0.0)
-    middle, high, tail = (quantile(known, q) for q in QUANTILES)
-    return Spread(len(known), sum(known) / len(known), middle, high, tail, known[-1])
-
-
-def quantile(ordered: Sequence[float], q: float) -> float:
-    """The smallest value that at least a share q does not exceed (nearest rank)."""
-    return ordered[max(0, math.ceil(q * len(ordered)) - 1)]
 
 
 def _kind_of(record: Record) -> str:

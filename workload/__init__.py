@@ -7,6 +7,7 @@ so that the two can be held against each other.
 from __future__ import annotations
 
 from isthmus.workload.arrivals import Arrivals, arrival_times
+from isthmus.workload.conversations import Conversations, converse
 from isthmus.workload.lengths import Lengths, parse_lengths
 from isthmus.workload.synthetic import Mix, Share, synthesise
 from isthmus.workload.traces import read_azure, read_mooncake, read_trace
@@ -15,11 +16,13 @@ from isthmus.workload.types import Call, at_rate, mean_rate
 __all__ = [
     "Arrivals",
     "Call",
+    "Conversations",
     "Lengths",
     "Mix",
     "Share",
     "arrival_times",
     "at_rate",
+    "converse",
     "mean_rate",
     "parse_lengths",
     "read_azure",

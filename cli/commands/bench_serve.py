@@ -21,9 +21,10 @@ from isthmus.loadgen.plan import LoadPlan
 from isthmus.loadgen.plots import plot_rates, plot_run
 from isthmus.loadgen.prompts import PromptMaker
 from isthmus.loadgen.search import Search, search_goodput
-from isthmus.loadgen.summary import Spread, Summary, summarise
+from isthmus.loadgen.summary import Summary, summarise
 from isthmus.loadgen.types import Record, Targets
 from isthmus.workload import Mix, Share, parse_lengths, read_trace
+from isthmus.workload.figures import Spread
 from isthmus.workload.traces import MOONCAKE_BLOCK_TOKENS
 
 _STAGE = "bench"

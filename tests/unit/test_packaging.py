@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PACKAGE_DIR: dict[str, str] = PROJECT["tool"]["setuptools"]["package-dir"]
-TORCH_FREE = ("common", "protos", "router", "gateway", "controlplane", "cli")
+TORCH_FREE = ("common", "protos", "router", "gateway", "controlplane", "cli", "sim")
 # Loaded where they are needed, never on import of their package.
 NEEDS_TORCH = {"isthmus.controlplane.actuators.ray"}
 

@@ -1,0 +1,127 @@
+"""The simulator against DistServe's, large clusters on real traces, and its own speed.
+
+::
+
+    make bench ARGS="simulator reference --profiles DIR [--colocated FILE]"
+    make bench ARGS="simulator scale --profiles DIR --traces DIR [--instances 64 256]"
+    make bench ARGS="simulator speed --profiles DIR --traces DIR [--instances 64 1024 10000]"
+
+``DIR``s hold the published profiles and traces, which are not part of the repository.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks.simulator.reference import MAX_DIFFERENCE, compare, plan, their_goodput
+from benchmarks.simulator.scale import Load, goodputs, scenario_of, speed
+from isthmus.common.config import LoggingConfig
+from isthmus.common.logging import configure_logging
+
+POLICIES = ["round_robin", "least_loaded", "least_predicted_load"]
+
+
+def loads(traces: Path) -> dict[str, Load]:
+    """TTFT targets are about twice what the longest prompts take on an idle A100 instance."""
+    return {
+        "mooncake": Load("mooncake", traces / "mooncake_conversation.jsonl", 30_000, 100, 512),
+        "azure": Load("azure", traces / "azure_llm_2023_code.csv", 3_000, 100, 64),
+    }
+
+
+def run_reference(args: argparse.Namespace) -> dict[str, Any]:
+    profile = args.profiles / "distserve_a100_80g.json"
+    colocated = args.colocated or profile
+    workloads = {
+        name: args.profiles / f"workload_{name}.csv" for name in ("azure_code", "chat_lognormal")
+    }
+    rows = []
+    for row in compare(args.profiles / "distserve_reference.csv", workloads, profile, colocated):
+        rows.append(row)
+        mark = "" if abs(row.difference) <= MAX_DIFFERENCE else "  <-- differs"
+        print(
+            f"{row.workload:15} {row.rate:3g}/s {row.backend:9} {row.shape!s:42} "
+            f"theirs {row.theirs['joint_attain_pct']:5.1f}  ours "
+            f"{row.ours['joint_attain_pct']:5.1f}  {row.difference:+5.1f}{mark}",
+            flush=True,
+        )
+    for backend in ("distserve", "vllm"):
+        gaps = [abs(row.difference) for row in rows if row.backend == backend]
+        within = sum(gap <= MAX_DIFFERENCE for gap in gaps)
+        print(f"{backend}: {within} of {len(gaps)} rows within {MAX_DIFFERENCE:g} points, "
+              f"largest difference {max(gaps):.1f}")  # fmt: skip
+    plans = {}
+    for name, file in workloads.items():
+        made = plan(rows, name, file, profile, colocated)
+        plans[name] = made.as_json()
+        print(f"{name}: goodput per GPU at {made.asked:.0%}, ours and by their table")
+        for item in made.candidates:
+            theirs = their_goodput(rows, name, item.shape) / item.shape.num_gpus
+            print(f"  {item.shape!s:42} {item.goodput_per_gpu:6.3f} {theirs:6.3f}  {item.limit}")
+    return {"rows": [asdict(row) for row in rows], "plans": plans}
+
+
+def run_scale(args: argparse.Namespace) -> dict[str, Any]:
+    results = []
+    profile = args.profiles / "splitwise_perf_model.csv"
+    for name in args.loads:
+        load = loads(args.traces)[name]
+        for kinds in (("a100",), ("a100", "h100")):
+            for size in args.instances:
+                scenario = scenario_of(load, profile, kinds, size, args.requests, args.copies)
+                print(scenario.name, flush=True)
+                found = []
+                for result in goodputs(scenario, load, kinds, args.policies, args.tolerance):
+                    found.append(result)
+                    print(f"  {result.policy:22} {result.goodput:8.2f}/s at 90 %, "
+                          f"{result.cpu_s:.0f} s of CPU", flush=True)  # fmt: skip
+                others = max((r.goodput for r in found if r.policy != args.policies[-1]), default=0)
+                if others:
+                    print(f"  {found[-1].policy} / best other: {found[-1].goodput / others:.2f}")
+                results += found
+    return {"results": [asdict(result) for result in results]}
+
+
+def run_speed(args: argparse.Namespace) -> dict[str, Any]:
+    profile = args.profiles / "splitwise_perf_model.csv"
+    results = []
+    for name in args.loads:
+        for size in args.instances:
+            load = loads(args.traces)[name]
+            scenario = scenario_of(load, profile, ("a100",), size, args.requests, args.copies)
+            figures = speed(scenario, args.policies[-1])
+            results.append({"load": name, **figures})
+            print(f"{name:9} " + "  ".join(f"{key} {value:.4g}" for key, value in figures.items()),
+                  flush=True)  # fmt: skip
+    return {"results": results}
+
+
+RUNS = {"reference": run_reference, "scale": run_scale, "speed": run_speed}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("what", choices=list(RUNS))
+    parser.add_argument("--profiles", type=Path, required=True, help="folder")
+    parser.add_argument("--traces", type=Path, default=Path(), help="folder")
+    parser.add_argument("--colocated", type=Path, help="DistServe's profile of vLLM, JSON")
+    parser.add_argument("--instances", type=int, nargs="+", default=[64])
+    parser.add_argument("--loads", nargs="+", default=["mooncake", "azure"])
+    parser.add_argument("--policies", nargs="+", default=POLICIES, help="the last one is held up")
+    parser.add_argument("--requests", type=int, default=0, help="of a trace, at most; 0 = all")
+    parser.add_argument("--copies", type=int, default=1)
+    parser.add_argument("--tolerance", type=float, default=0.05)
+    parser.add_argument("--save", type=Path, help="JSON")
+    args = parser.parse_args()
+    configure_logging(LoggingConfig(level="error"))
+    result = RUNS[args.what](args)
+    if args.save:
+        args.save.write_text(json.dumps(result, indent=2, default=str) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

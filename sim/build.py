@@ -1,0 +1,228 @@
+"""From a scenario to what a run needs: specs of instances, requests, a cluster, its faults."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+
+from isthmus.common.clock import NS_PER_S
+from isthmus.common.cluster import Role
+from isthmus.common.errors import ConfigError
+from isthmus.common.ids import InstanceId
+from isthmus.common.profile import read_profile
+from isthmus.sim.cluster import START_NS, ClusterSettings, SimCluster
+from isthmus.sim.profiles import MODEL_SIZES, kv_tokens, read_distserve, read_splitwise
+from isthmus.sim.requests import Clients, SimRequest, make_requests
+from isthmus.sim.scenario import FaultPart, PoolPart, Scenario
+from isthmus.sim.spec import Batching, InstanceSpec
+from isthmus.sim.step_model import StepModel
+from isthmus.workload import (
+    Arrivals,
+    Call,
+    Conversations,
+    Mix,
+    Share,
+    at_rate,
+    converse,
+    mean_rate,
+    parse_lengths,
+    read_trace,
+    synthesise,
+)
+
+DEFAULT_BLOCKS = 4_096
+DEFAULT_TOKEN_BYTES = 4_096
+LIVE_INTERVAL_MS = 100.0
+MANY_INSTANCES = 64  # beyond which reports become rarer, so that their number stays the same
+MAX_INTERVAL_MS = 1_000.0
+COPY_OFFSET = 1 << 48  # beyond every block id of a trace
+
+
+def make_specs(scenario: Scenario) -> list[InstanceSpec]:
+    """Named p0, p1, … d0, … m0, … over all pools of a role. Raises ConfigError."""
+    numbers = {role: count() for role in Role}
+    specs = []
+    for pool in scenario.pools:
+        model, believed = _models(pool)
+        num_blocks, token_bytes = _room(pool)
+        for _ in range(pool.count):
+            name = InstanceId(f"{pool.role.value[0]}{next(numbers[pool.role])}")
+            specs.append(
+                InstanceSpec(
+                    instance_id=name,
+                    role=pool.role,
+                    model=model,
+                    num_gpus=pool.tp,
+                    hardware=pool.profile.hardware,
+                    num_blocks=num_blocks,
+                    block_size=pool.block_size,
+                    max_num_batched_tokens=pool.max_num_batched_tokens,
+                    max_num_seqs=pool.max_num_seqs,
+                    max_model_len=pool.max_model_len,
+                    kv_token_bytes=token_bytes,
+                    link_bytes_per_ms=pool.link_gb_per_s * 1e6,
+                    batching=pool.batching,
+                    has_prefix_cache=pool.prefix_cache,
+                    believed=believed,
+                )
+            )
+    return specs
+
+
+def make_calls(scenario: Scenario) -> list[Call]:
+    """Raises ConfigError."""
+    part = scenario.workload
+    if part.trace is None:
+        return _made_up(scenario)
+    calls = _trace(part.trace, part.requests)
+    if part.max_tokens:
+        calls = [c for c in calls if c.num_prompt_tokens + c.num_output_tokens <= part.max_tokens]
+        calls = [replace(call, index=index) for index, call in enumerate(calls)]
+    if not calls:
+        raise ConfigError(f"{part.trace}: no calls are short enough", stage="workload")
+    calls = repeat(calls, part.copies)
+    return at_rate(calls, part.rate) if part.rate else calls
+
+
+def repeat(calls: list[Call], copies: int) -> list[Call]:
+    """One copy after the other; the prefixes of one copy are not those of another."""
+    if copies == 1:
+        return calls
+    span_s = len(calls) / mean_rate(calls)
+    return [
+        replace(
+            call,
+            index=call.index + copy * len(calls),
+            due_s=call.due_s + copy * span_s,
+            blocks=tuple(block + copy * COPY_OFFSET for block in call.blocks),
+        )
+        for copy in range(copies)
+        for call in calls
+    ]
+
+
+def make_all_requests(scenario: Scenario, calls: list[Call]) -> list[SimRequest]:
+    """Raises ConfigError."""
+    clients = Clients(
+        classes={name: (part.slo(name), part.share) for name, part in scenario.classes.items()},
+        tenants=scenario.tenants,
+        max_output=scenario.workload.max_output,
+        cancel_share=scenario.cancel_share,
+        patience_s=scenario.patience_s,
+        seed=scenario.seed,
+    )
+    sizes = {pool.block_size for pool in scenario.pools}
+    if len(sizes) > 1:
+        raise ConfigError("pools of one scenario have one block_size", stage="scenario")
+    return make_requests(calls, clients, sizes.pop())
+
+
+def make_cluster(scenario: Scenario, requests: list[SimRequest]) -> SimCluster:
+    """A cluster with its arrivals and faults planned. Raises ConfigError."""
+    settings = ClusterSettings(
+        router=scenario.router,
+        report_interval_ms=report_interval_ms(scenario),
+        dispatch_ms=scenario.dispatch_ms,
+        transfer_setup_ms=scenario.transfer_setup_ms,
+        noise=scenario.noise,
+        tenant_weights=scenario.tenant_weights,
+        seed=scenario.seed,
+    )
+    cluster = SimCluster(settings, make_specs(scenario))
+    for fault in scenario.faults:
+        _plan_fault(cluster, fault)
+    cluster.offer(requests)
+    return cluster
+
+
+def report_interval_ms(scenario: Scenario) -> float:
+    """As live up to 64 instances; then so that the cluster sends as many reports as those."""
+    if scenario.report_interval_ms:
+        return scenario.report_interval_ms
+    crowd = max(1.0, scenario.num_instances / MANY_INSTANCES)
+    return min(LIVE_INTERVAL_MS * crowd, MAX_INTERVAL_MS)
+
+
+def _plan_fault(cluster: SimCluster, fault: FaultPart) -> None:
+    name = InstanceId(fault.instance)
+    if name not in cluster.instances:
+        known = ", ".join(list(cluster.instances)[:8])
+        raise ConfigError(f"faults: no instance '{name}' ({known}, …)", stage="scenario")
+    begin_ns = START_NS + round(fault.at_s * NS_PER_S)
+    end_ns = begin_ns + round(fault.for_s * NS_PER_S)
+    if fault.kind == "kill":
+        cluster.queue.at(begin_ns, cluster.kill, name)
+        if fault.for_s:
+            cluster.queue.at(end_ns, cluster.start_again, name)
+        return
+    cluster.queue.at(begin_ns, lambda _: cluster.slow_down(name, fault.factor))
+    if fault.for_s:
+        cluster.queue.at(end_ns, lambda _: cluster.slow_down(name, 1.0))
+
+
+def _made_up(scenario: Scenario) -> list[Call]:
+    part = scenario.workload
+    prompt, answer = parse_lengths(part.prompt), parse_lengths(part.answer)
+    arrivals = Arrivals(part.rate, part.cv)
+    if part.turns == 1:
+        mix = Mix((Share(1.0, prompt, answer),))
+        calls = synthesise(mix, arrivals, part.requests, scenario.seed)
+    else:
+        talk = Conversations(part.turns, prompt, answer, part.think_s)
+        calls = converse(talk, arrivals, part.requests, np.random.default_rng(scenario.seed))
+    if part.max_tokens:
+        calls = [c for c in calls if c.num_prompt_tokens + c.num_output_tokens <= part.max_tokens]
+    if not calls:
+        raise ConfigError("no calls are short enough", stage="workload")
+    return calls
+
+
+@cache
+def _trace(file: Path, limit: int) -> list[Call]:
+    """A search reads the same trace for every probe."""
+    return read_trace(file, limit)
+
+
+def _models(pool: PoolPart) -> tuple[StepModel, StepModel | None]:
+    model = step_model(pool)
+    scale = pool.believed_scale
+    return model, (model.scaled(scale) if scale != 1.0 else None)
+
+
+def step_model(pool: PoolPart) -> StepModel:
+    """Raises ConfigError."""
+    profile = pool.profile
+    if profile.kind == "coefficients":
+        part = profile.coefficients
+        model = StepModel.from_coefficients(**part.model_dump())
+    elif profile.kind == "isthmus":
+        assert profile.file is not None
+        model = StepModel.of(read_profile(profile.file).latency)
+    else:
+        assert profile.file is not None
+        if profile.kind == "distserve":
+            faithful = pool.batching is Batching.PROMPTS_FIRST
+            model = read_distserve(profile.file, profile.model, pool.tp, with_overheads=faithful)
+        else:
+            model = read_splitwise(profile.file, profile.model, profile.hardware, pool.tp)
+    return model.scaled(profile.scale)
+
+
+def _room(pool: PoolPart) -> tuple[int, int]:
+    """Blocks, and bytes of a token's KV."""
+    if pool.profile.kind == "isthmus" and pool.profile.file is not None:
+        saved = read_profile(pool.profile.file)
+        num_tokens = saved.num_blocks * saved.block_size
+        token_bytes = pool.kv_token_bytes or saved.kv_bytes_per_token or DEFAULT_TOKEN_BYTES
+        return pool.num_blocks or num_tokens // pool.block_size, token_bytes
+    size = MODEL_SIZES.get(pool.profile.model)
+    token_bytes = pool.kv_token_bytes or (size.kv_token_bytes if size else DEFAULT_TOKEN_BYTES)
+    if pool.num_blocks:
+        return pool.num_blocks, token_bytes
+    if size is None:
+        return DEFAULT_BLOCKS, token_bytes
+    return kv_tokens(pool.profile.model, pool.tp) // pool.block_size, token_bytes

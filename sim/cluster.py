@@ -1,0 +1,499 @@
+"""The simulated cluster: requests through the router's own code and through simulated instances.
+
+Plays the gateway and the decode coordinator: routes, reserves, sends the prompt, hands the KV over,
+tells the router what became of it, and routes again what an instance took along when it died::
+
+    arrival ─▶ route ─▶ local: submit to the decode instance ─────────────▶ finished
+                  └──▶ pair: reserve on d ─▶ prefill on p ─▶ first token
+                                              └─▶ transfer ─▶ arrived on d ─▶ finished
+
+Every request ends exactly once, in ``records``.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from isthmus.common.clock import NS_PER_MS, VirtualClock
+from isthmus.common.config import RouterConfig
+from isthmus.common.errors import IsthmusError, NoInstanceError
+from isthmus.common.ids import InstanceId, RequestId
+from isthmus.common.kv_events import KvEvent
+from isthmus.common.types import InstanceRef, RouteDecision
+from isthmus.router import Outcome, RouteQuery, Router
+from isthmus.router.verdict import Admitted, Held, Rejected
+from isthmus.sim.distserve import PromptsFirstInstance
+from isthmus.sim.events import EventQueue
+from isthmus.sim.feed import SimFeed
+from isthmus.sim.instance import AnyInstance, Instance
+from isthmus.sim.links import Links, Transfer
+from isthmus.sim.records import Record, RequestEnd
+from isthmus.sim.requests import SimRequest
+from isthmus.sim.sequence import SimSequence
+from isthmus.sim.spec import MODEL, Batching, InstanceSpec
+
+SimInstance = Instance | PromptsFirstInstance
+START_NS = 1_000_000_000  # not 0: some code takes 0 for "never"
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterSettings:
+    """Times in milliseconds. ``noise``: standard deviation of the logarithm of steps' durations."""
+
+    router: RouterConfig
+    report_interval_ms: float = 100.0
+    dispatch_ms: float = 1.0  # gateway and network, before an instance has the request
+    transfer_setup_ms: float = 2.0
+    lease_ms: float = 5_000.0
+    instance_wait_ms: float = 10_000.0
+    request_timeout_ms: float = 600_000.0
+    max_attempts: int = 3
+    tenant_weights: Mapping[str, float] | None = None
+    noise: float = 0.0
+    seed: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class _Flight:
+    """A request on its way. ``decode`` also computes a local prompt."""
+
+    request: SimRequest
+    record: Record
+    decision: RouteDecision | None = None
+    decode: SimSequence | None = None
+    prefill: SimSequence | None = None
+    transfer: Transfer | None = None
+    excluded: frozenset[InstanceId] = frozenset()
+    held_until_ns: int = 0
+
+
+class SimCluster:
+    """Owns clock, router, instances and links of one run. ``Listener`` of its instances."""
+
+    def __init__(self, settings: ClusterSettings, specs: Iterable[InstanceSpec]) -> None:
+        self.settings = settings
+        self.clock = VirtualClock(START_NS)
+        self.queue = EventQueue(self.clock)
+        self.router = Router(settings.router, self.clock, tenant_weights=settings.tenant_weights)
+        self.feed = SimFeed(self.queue, self.router.state, settings.report_interval_ms)
+        self.links = Links(self.queue)
+        self.records: list[Record] = []
+        self.instances: dict[InstanceId, SimInstance] = {}
+        self.retired: list[SimInstance] = []  # epochs that died
+        self.num_open = 0
+        self._num_to_come = 0
+        self._tick_ns: int | None = None  # when the router's next tick is planned
+        self._random = random.Random(settings.seed)
+        self._held: list[_Flight] = []
+        self._flights: dict[int, _Flight] = {}
+        self.router.state.registry_connected(True)
+        for spec in specs:
+            self._start(spec, 1)
+        self.router.state.on_change = self._cluster_changed
+        self.router.on_progress = self._progress
+
+    # --- the run -------------------------------------------------------------------------------
+
+    def offer(self, requests: Iterable[SimRequest]) -> None:
+        """Requests that will arrive, at their time after the start."""
+        for request in requests:
+            self._num_to_come += 1
+            self.queue.at(START_NS + request.arrival_ns, self._arrive, request)
+
+    @property
+    def since_start_ns(self) -> int:
+        return self.queue.now_ns - START_NS
+
+    @property
+    def is_done(self) -> bool:
+        return not self._num_to_come and not self.num_open
+
+    def run(self, max_events: int | None = None, until_ns: int | None = None) -> bool:
+        """Runs on; True when every request has ended or ``until_ns`` (after the start) came."""
+        limit_ns = None if until_ns is None else START_NS + until_ns
+        if self.is_done:
+            return True
+        done = self.queue.run(limit_ns, max_events)
+        return self.is_done or (max_events is None or done < max_events)
+
+    def close(self) -> list[Record]:
+        """Ends the run: whoever is still there is UNFINISHED. Returns all records."""
+        for flight in list(self._flights.values()):
+            self._given_up(flight, RequestEnd.UNFINISHED, "the run ended")
+        return self.records
+
+    # --- what happens to instances -------------------------------------------------------------
+
+    def kill(self, instance_id: InstanceId) -> None:
+        """The process dies: its streams break at once, its lease some time later."""
+        instance = self.instances.pop(instance_id, None)
+        if instance is None:
+            return
+        lost = instance.kill()
+        self.retired.append(instance)
+        self.feed.lost(instance, "reset")
+        lease_ns = round(self.settings.lease_ms * NS_PER_MS)
+        self.queue.after(lease_ns, self._lease_over, (instance_id, instance.epoch))
+        for sequence in lost:
+            flight = sequence.owner
+            assert isinstance(flight, _Flight)
+            if sequence is flight.decode or sequence is flight.prefill:
+                self._lost_leg(flight, sequence, instance_id)
+
+    def start_again(self, instance_id: InstanceId) -> None:
+        """A dead instance comes back, empty and with a new epoch."""
+        old = next((i for i in reversed(self.retired) if i.spec.instance_id == instance_id), None)
+        if old is not None and instance_id not in self.instances:
+            self._start(old.spec, old.epoch + 1)
+
+    def slow_down(self, instance_id: InstanceId, factor: float) -> None:
+        """From its next step on every step takes ``factor`` times as long as modelled."""
+        if instance_id in self.instances:
+            self.instances[instance_id].slowness = factor
+
+    def _start(self, spec: InstanceSpec, epoch: int) -> None:
+        noise = self._noise if self.settings.noise else None
+        is_chunked = spec.batching is Batching.CHUNKED
+        kind = Instance if is_chunked else PromptsFirstInstance
+        instance: SimInstance = kind(spec, self.queue, self, noise)
+        instance.epoch = epoch
+        self.links.add(spec.instance_id, spec.link_bytes_per_ms)
+        self.instances[spec.instance_id] = instance
+        self.feed.follow(instance)
+
+    def _noise(self) -> float:
+        return self._random.lognormvariate(0.0, self.settings.noise)
+
+    def _lease_over(self, named: tuple[InstanceId, int]) -> None:
+        instance_id, epoch = named
+        if self.router.cluster.at_epoch(instance_id, epoch) is not None:
+            self.router.state.deregistered(instance_id)
+
+    # --- the gateway's part --------------------------------------------------------------------
+
+    def _arrive(self, request: SimRequest) -> None:
+        self._num_to_come -= 1
+        record = Record(request)
+        flight = _Flight(request, record)
+        self.records.append(record)
+        self._flights[request.index] = flight
+        self.num_open += 1
+        wait_ns = round(self.settings.instance_wait_ms * NS_PER_MS)
+        flight.held_until_ns = self.queue.now_ns + wait_ns
+        if request.cancel_ns is not None:
+            self.queue.at(START_NS + request.cancel_ns, self._cancel, flight)
+        deadline_ns = (
+            START_NS + request.arrival_ns + round(self.settings.request_timeout_ms * NS_PER_MS)
+        )
+        self.queue.at(deadline_ns, self._timed_out, flight)
+        self._route(flight)
+
+    def _route(self, flight: _Flight) -> None:
+        """The first time it may be held by the router; what is sent again may not."""
+        query = self._query(flight)
+        if flight.record.num_attempts:
+            try:
+                self._routed(flight, Admitted(self.router.route(query)))
+            except IsthmusError as error:
+                self._routed(flight, Rejected(error))
+            return
+        verdict = self.router.submit(query)
+        if isinstance(verdict, Held):
+            self._plan_tick()
+        else:
+            self._routed(flight, verdict)
+
+    def _query(self, flight: _Flight) -> RouteQuery:
+        request, record = flight.request, flight.record
+        arrival_ns = START_NS + request.arrival_ns
+        return RouteQuery(
+            request_id=RequestId(str(request.index)),
+            model=MODEL,
+            num_prompt_tokens=request.num_prompt + record.num_tokens,
+            hash_chains=(request.hashes,) if request.hashes else (),
+            slo=request.slo,
+            tenant=request.tenant,
+            max_output_tokens=request.max_output,
+            arrival_ns=arrival_ns,
+            deadline_ns=arrival_ns + round(self.settings.request_timeout_ms * NS_PER_MS),
+            exclude=flight.excluded,
+        )
+
+    def _routed(self, flight: _Flight, verdict: Admitted | Rejected) -> None:
+        if isinstance(verdict, Rejected):
+            if isinstance(verdict.error, NoInstanceError):
+                self._hold(flight, verdict.error)
+            else:
+                self._end(flight, RequestEnd.REJECTED, verdict.error.reason)
+            return
+        decision, record = verdict.decision, flight.record
+        flight.decision = decision
+        record.num_attempts += 1
+        record.routed_ns = self.since_start_ns
+        record.is_local = decision.prefill is None
+        record.predicted_ttft_ms = decision.predicted_ttft_ms
+        record.predicted_tpot_ms = decision.predicted_tpot_ms
+        dispatch_ns = round(self.settings.dispatch_ms * NS_PER_MS)
+        self.queue.after(dispatch_ns, self._dispatch, (flight, decision))
+
+    # --- the router's waiting line ---------------------------------------------------------------
+
+    def _progress(self, _: object = None) -> None:
+        """Once at this instant, after everything else that happens at it."""
+        self._tick_at(self.queue.now_ns)
+
+    def _plan_tick(self) -> None:
+        next_ns = self.router.next_tick_ns()
+        if next_ns is not None:
+            self._tick_at(next_ns)
+
+    def _tick_at(self, when_ns: int) -> None:
+        """The earlier of two plans holds."""
+        when_ns = max(when_ns, self.queue.now_ns)
+        if self._tick_ns is None or when_ns < self._tick_ns:
+            self._tick_ns = when_ns
+            self.queue.at(when_ns, self._tick, when_ns)
+
+    def _tick(self, planned_ns: int) -> None:
+        if planned_ns != self._tick_ns:
+            return
+        self._tick_ns = None
+        for settled in self.router.tick():
+            flight = self._flights.get(int(settled.request_id))
+            if flight is not None:
+                self._routed(flight, settled.verdict)
+        self._plan_tick()
+
+    def _hold(self, flight: _Flight, error: NoInstanceError) -> None:
+        """Nobody can serve now: until somebody can, or for as long as the gateway waits."""
+        if self.queue.now_ns >= flight.held_until_ns:
+            self._end(flight, RequestEnd.REJECTED, error.reason)
+            return
+        self._held.append(flight)
+        self.queue.at(flight.held_until_ns, self._held_long_enough, flight)
+
+    def _held_long_enough(self, flight: _Flight) -> None:
+        if flight in self._held:
+            self._held.remove(flight)
+            self._route(flight)
+
+    def _cluster_changed(self) -> None:
+        held, self._held = self._held, []
+        for flight in held:
+            self._route(flight)
+
+    def _dispatch(self, planned: tuple[_Flight, RouteDecision]) -> None:
+        flight, decision = planned
+        if flight.record.end is not None or flight.decision is not decision:
+            return
+        assert decision.decode is not None
+        decode = self._instance(decision.decode)
+        if decode is None:
+            self._failed(flight, decision.decode.instance_id)
+            return
+        flight.decode = _sequence(flight, decode.spec.longest - flight.request.num_prompt)
+        if decision.prefill is None:
+            decode.submit(flight.decode)
+        else:
+            decode.reserve(flight.decode)
+
+    def _instance(self, ref: InstanceRef) -> SimInstance | None:
+        instance = self.instances.get(ref.instance_id)
+        return instance if instance is not None and instance.epoch == ref.epoch else None
+
+    def _decode_of(self, flight: _Flight) -> SimInstance | None:
+        decision = flight.decision
+        return self._instance(decision.decode) if decision and decision.decode else None
+
+    def _prefill_of(self, flight: _Flight) -> SimInstance | None:
+        decision = flight.decision
+        return self._instance(decision.prefill) if decision and decision.prefill else None
+
+    # --- Listener: what instances tell ---------------------------------------------------------
+
+    def reserved(self, sequence: SimSequence) -> None:
+        flight = _flight_of(sequence)
+        prefill = self._prefill_of(flight)
+        if prefill is None:
+            assert flight.decision is not None
+            self.queue.at(self.queue.now_ns, self._prefill_gone, (flight, flight.decision))
+            return
+        flight.prefill = _sequence(flight, flight.record.num_tokens + 1, is_for_peer=True)
+        prefill.submit(flight.prefill)
+
+    def sampled(self, sequence: SimSequence) -> None:
+        flight = _flight_of(sequence)
+        record, decision = flight.record, flight.decision
+        assert decision is not None
+        record.num_tokens = sequence.num_generated
+        record.num_cached = max(record.num_cached, sequence.num_cached)
+        if record.first_ns is None:
+            record.first_ns = self.since_start_ns
+        self.router.report(decision.decision_id, Outcome.first_token())
+        if not sequence.is_for_peer:
+            return
+        if flight.decode is None or flight.decode.num_output <= sequence.num_generated:
+            self._abort_legs(flight)
+            self._finished(flight)
+            return
+        setup_ns = round(self.settings.transfer_setup_ms * NS_PER_MS)
+        self.queue.after(setup_ns, self._send, (flight, decision))
+
+    def second_token(self, sequence: SimSequence, at_ns: int) -> None:
+        _flight_of(sequence).record.second_ns = at_ns - START_NS
+
+    def finished(self, sequence: SimSequence) -> None:
+        flight = _flight_of(sequence)
+        flight.record.num_tokens = sequence.num_output
+        self._finished(flight)
+
+    def cache_changed(self, instance: AnyInstance, events: list[KvEvent]) -> None:
+        self.feed.kv_events(instance, events)
+
+    def load_changed(self, instance: AnyInstance) -> None:
+        self.feed.changed(instance)
+
+    # --- handing over --------------------------------------------------------------------------
+
+    def _send(self, planned: tuple[_Flight, RouteDecision]) -> None:
+        """What could not travel while later chunks were computed."""
+        flight, decision = planned
+        if flight.decision is not decision or flight.prefill is None or flight.decode is None:
+            return
+        source, target = self._prefill_of(flight), self._decode_of(flight)
+        if source is None or target is None:
+            return
+        assert decision.prefill is not None
+        assert decision.decode is not None
+        spec = source.spec
+        token_bytes = max(spec.kv_token_bytes, target.spec.kv_token_bytes)
+        missing = flight.prefill.num_prompt - flight.decode.num_computed
+        computed = flight.prefill.num_prompt - flight.prefill.num_cached
+        last_chunk = min(missing, (computed - 1) % spec.max_num_batched_tokens + 1)
+        elapsed_ms = (self.queue.now_ns - flight.prefill.started_ns) / NS_PER_MS
+        sent = elapsed_ms * min(spec.link_bytes_per_ms, target.spec.link_bytes_per_ms)
+        began_ns = self.queue.now_ns
+        left = max(last_chunk * token_bytes, missing * token_bytes - sent)
+        flight.transfer = self.links.send(
+            decision.prefill.instance_id,
+            decision.decode.instance_id,
+            left,
+            lambda: self._arrived(flight, left, began_ns),
+        )
+
+    def _measured_link(self, flight: _Flight, num_bytes: float, began_ns: int) -> None:
+        decision = flight.decision
+        if decision is None or decision.prefill is None or decision.decode is None:
+            return
+        source = self.router.cluster.get(decision.prefill.instance_id)
+        target = self.router.cluster.get(decision.decode.instance_id)
+        if source is not None and target is not None:
+            elapsed_ms = (self.queue.now_ns - began_ns) / NS_PER_MS
+            links = self.router.knowledge.links
+            links.observe(source.info, target.info, int(num_bytes), elapsed_ms)
+
+    def _arrived(self, flight: _Flight, num_bytes: float, began_ns: int) -> None:
+        flight.transfer = None
+        self._measured_link(flight, num_bytes, began_ns)
+        source, target = self._prefill_of(flight), self._decode_of(flight)
+        if source is not None and flight.prefill is not None:
+            source.let_go(flight.prefill)
+            flight.prefill = None
+        if target is not None and flight.decode is not None:
+            target.arrived(flight.decode)
+
+    # --- ends ----------------------------------------------------------------------------------
+
+    def _finished(self, flight: _Flight) -> None:
+        decision = flight.decision
+        assert decision is not None
+        self._end(flight, RequestEnd.FINISHED)
+        record = flight.record
+        outcome = Outcome.finished(record.tpot_ms, num_output_tokens=record.num_tokens)
+        self.router.report(decision.decision_id, outcome)
+
+    def _cancel(self, flight: _Flight) -> None:
+        self._given_up(flight, RequestEnd.CANCELLED)
+
+    def _timed_out(self, flight: _Flight) -> None:
+        self._given_up(flight, RequestEnd.FAILED, "deadline_exceeded")
+
+    def _given_up(self, flight: _Flight, end: RequestEnd, reason: str = "") -> None:
+        if flight.record.end is not None:
+            return
+        self._abort_legs(flight)
+        if flight in self._held:
+            self._held.remove(flight)
+        if flight.decision is not None:
+            self.router.report(flight.decision.decision_id, Outcome.cancelled())
+        else:
+            self.router.cancel(RequestId(str(flight.request.index)))
+        self._end(flight, end, reason)
+
+    def _prefill_gone(self, planned: tuple[_Flight, RouteDecision]) -> None:
+        flight, decision = planned
+        if flight.decision is decision and flight.record.end is None:
+            assert decision.prefill is not None
+            self._failed(flight, decision.prefill.instance_id)
+
+    def _lost_leg(self, flight: _Flight, sequence: SimSequence, instance_id: InstanceId) -> None:
+        if sequence is flight.decode:
+            flight.record.num_tokens = max(flight.record.num_tokens, sequence.num_generated)
+        self._failed(flight, instance_id)
+
+    def _failed(self, flight: _Flight, instance_id: InstanceId) -> None:
+        """An instance died under it: again elsewhere, with the tokens that are out already."""
+        if flight.record.end is not None or flight.decision is None:
+            return
+        self._abort_legs(flight)
+        self.router.report(flight.decision.decision_id, Outcome.failed(instance_id))
+        flight.decision = None
+        flight.excluded |= {instance_id}
+        if flight.record.num_attempts >= self.settings.max_attempts:
+            self._end(flight, RequestEnd.FAILED, "instance_lost")
+            return
+        wait_ns = round(self.settings.instance_wait_ms * NS_PER_MS)
+        flight.held_until_ns = self.queue.now_ns + wait_ns
+        self._route(flight)
+
+    def _abort_legs(self, flight: _Flight) -> None:
+        if flight.transfer is not None:
+            self.links.cancel(flight.transfer)
+            flight.transfer = None
+        for sequence, instance in (
+            (flight.prefill, self._prefill_of(flight)),
+            (flight.decode, self._decode_of(flight)),
+        ):
+            if sequence is not None and instance is not None:
+                instance.abort(sequence)
+        flight.prefill = flight.decode = None
+
+    def _end(self, flight: _Flight, end: RequestEnd, reason: str = "") -> None:
+        record = flight.record
+        assert record.end is None, "a request ends once"
+        record.end, record.reason, record.end_ns = end, reason, self.since_start_ns
+        del self._flights[flight.request.index]
+        self.num_open -= 1
+        if self.is_done:
+            self.queue.stop()
+
+
+def _sequence(flight: _Flight, most_tokens: int, *, is_for_peer: bool = False) -> SimSequence:
+    """``most_tokens`` of output: an answer may be cut off by what fits, as the engine does."""
+    request = flight.request
+    return SimSequence(
+        owner=flight,
+        num_prompt=request.num_prompt,
+        num_output=min(most_tokens, request.num_output),
+        hashes=request.hashes,
+        num_generated=flight.record.num_tokens,
+        is_for_peer=is_for_peer,
+    )
+
+
+def _flight_of(sequence: SimSequence) -> _Flight:
+    flight = sequence.owner
+    assert isinstance(flight, _Flight)
+    return flight

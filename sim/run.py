@@ -1,0 +1,114 @@
+"""Runs scenarios: once, side by side, and at the rate up to which enough requests are good."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from isthmus.sim.build import make_all_requests, make_calls, make_cluster
+from isthmus.sim.records import Record
+from isthmus.sim.report import SimReport, make_report
+from isthmus.sim.scenario import Scenario
+from isthmus.workload import Call, at_rate, mean_rate
+
+EVENTS_BETWEEN = 20_000
+IDLE = 0.05  # use of the busiest role, below which a cluster's load does not matter
+OnProgress = Callable[[int, int], None]  # requests that have ended, requests in all
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    report: SimReport
+    records: list[Record]
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    rate: float
+    attainment: float
+    goodput: float
+
+
+@dataclass(frozen=True, slots=True)
+class GoodputSearch:
+    """``rate``: the highest one found whose attainment reaches ``asked``; 0 when none does.
+    ``is_capped``: higher ones may, but were not tried."""
+
+    asked: float
+    rate: float
+    is_capped: bool
+    probes: tuple[Probe, ...]
+    best: SimReport | None  # the run at ``rate``
+
+
+def run_scenario(
+    scenario: Scenario, calls: list[Call] | None = None, on_progress: OnProgress | None = None
+) -> Run:
+    """``calls`` instead of the scenario's own. Raises ConfigError."""
+    requests = make_all_requests(scenario, calls if calls is not None else make_calls(scenario))
+    cluster = make_cluster(scenario, requests)
+    while not cluster.run(EVENTS_BETWEEN):
+        if on_progress is not None:
+            on_progress(len(cluster.records) - cluster.num_open, len(requests))
+    cluster.close()
+    return Run(make_report(scenario.name, cluster, scenario.warm_up), cluster.records)
+
+
+def with_policy(scenario: Scenario, policy: str) -> Scenario:
+    """The same scenario under another of the router's policies."""
+    router = scenario.router.model_copy(update={"policy": policy})
+    return scenario.model_copy(update={"router": router})
+
+
+def search_goodput(
+    scenario: Scenario,
+    *,
+    calls: list[Call] | None = None,
+    asked: float = 0.9,
+    tolerance: float = 0.05,
+    start: float = 0.0,
+    highest: float = 1e5,
+    on_probe: Callable[[Probe], None] | None = None,
+) -> GoodputSearch:
+    """DistServe's measure (OSDI 2024, §4): doubling, then bisection by ratio, over whole runs with
+    the same calls (``calls`` instead of the scenario's own), stretched to the rate. ``start`` 0 =
+    the calls' own rate. Attainment is joint: a request must meet all of its targets. A probe that
+    fails is believed.
+
+    Raises ConfigError.
+    """
+    calls = calls if calls is not None else make_calls(scenario)
+    probes: list[Probe] = []
+    busiest: list[float] = []
+    reports: dict[float, SimReport] = {}
+
+    def passes(rate: float) -> bool:
+        report = run_scenario(scenario, at_rate(calls, rate)).report
+        probes.append(Probe(rate, report.total.attainment, report.total.goodput))
+        busiest.append(max(role.utilisation for role in report.roles.values()))
+        if on_probe is not None:
+            on_probe(probes[-1])
+        if report.total.attainment >= asked:
+            reports[rate] = report
+        return rate in reports
+
+    rate = min(start or mean_rate(calls), highest)
+    passing = failing = 0.0
+    while not (passing and failing):
+        if passes(rate):
+            passing = rate
+            if rate >= highest:
+                return GoodputSearch(asked, rate, True, tuple(probes), reports[rate])
+            rate = min(2 * rate, highest)
+        else:
+            failing = rate
+            if busiest[-1] < IDLE:  # fewer requests would change nothing
+                return GoodputSearch(asked, 0.0, False, tuple(probes), None)
+            rate /= 2
+    while failing > passing * (1 + tolerance):
+        rate = (passing * failing) ** 0.5
+        if passes(rate):
+            passing = rate
+        else:
+            failing = rate
+    return GoodputSearch(asked, passing, False, tuple(probes), reports[passing])
