@@ -269,6 +269,10 @@ class ClusterConfig(Node):
     state_dir: str = Field("", description="run-time state; default: the user's state folder")
 
     @property
+    def tenant_weights(self) -> dict[str, float]:
+        return {name: tenant.weight for name, tenant in self.tenants.items()}
+
+    @property
     def has_router_processes(self) -> bool:
         """Routers run apart from the gateways."""
         if self.router.mode == "auto":

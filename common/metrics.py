@@ -36,6 +36,18 @@ ADMISSION = Counter(
     "Requests by what was decided (admit, queue, degrade, reject) and why",
     ["slo_class", "decision", "reason"],
 )
+PREDICTED_TTFT = Histogram(
+    "isthmus_predicted_ttft_seconds",
+    "TTFT as the decision predicted it, from the decision on",
+    ["slo_class"],
+    buckets=_LATENCY,
+)
+PREDICTED_TPOT = Histogram(
+    "isthmus_predicted_tpot_seconds",
+    "TPOT as the decision predicted it",
+    ["slo_class"],
+    buckets=_PER_TOKEN,
+)
 SLACK = Histogram(
     "isthmus_slack_seconds",
     "Time left of a target (ttft, tpot) at the decision, going by the prediction",

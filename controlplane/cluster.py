@@ -209,9 +209,13 @@ class Cluster:
             model=self.model,
             log_dir=str(log_folder(self._config)),
             drain_ms=self._config.lifecycle.drain_ms,
+            other_urls=self._other_urls(),
         )
         write_state(state_folder(self._config), state)
         return state
+
+    def _other_urls(self) -> tuple[str, ...]:
+        return tuple(f"http://{address}" for address in self.gateway_addresses[1:])
 
     async def _wait_ready(self) -> None:
         assert self._front is not None, "started before"
@@ -283,7 +287,7 @@ class Cluster:
         return ReadyCluster(
             cluster=self.name,
             url=f"http://{self.gateway_addresses[0]}",
-            other_urls=tuple(f"http://{address}" for address in self.gateway_addresses[1:]),
+            other_urls=self._other_urls(),
             model=self.model,
             pid=os.getpid(),
             log_dir=str(log_folder(self._config)),

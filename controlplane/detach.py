@@ -87,4 +87,5 @@ def _describe(config: ClusterConfig, state: ClusterState, seconds: float) -> Rea
             for item in status.instances
             if item.info is not None
         ),
+        other_urls=state.other_urls,
     )

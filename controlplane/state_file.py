@@ -24,12 +24,15 @@ class ClusterState(msgspec.Struct, frozen=True):
     control_address: str
     registry_address: str
     gateway_url: str
+    """Of the first gateway."""
     model: str
     log_dir: str
     is_ready: bool = False
     """Whether the cluster has been ready once."""
     drain_ms: int = 10_000
     """How long one of its instances may take to leave."""
+    other_urls: tuple[str, ...] = ()
+    """Of the gateways behind the first."""
 
 
 def state_folder(config: ClusterConfig) -> Path:

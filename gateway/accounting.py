@@ -121,6 +121,9 @@ class Accounting:
         decision = exchange.choices[0].decision
         if decision is not None:
             self._offer.count_decision(decision.action.value, decision.local_reason.value)
+            of_class = metrics_of(self._offer.slo_class)
+            of_class.predicted_ttft.observe(decision.predicted_ttft_ms / MS_PER_S)
+            of_class.predicted_tpot.observe(decision.predicted_tpot_ms / MS_PER_S)
             self._count_slack(decision)
 
     def _count_slack(self, decision: RouteDecision) -> None:

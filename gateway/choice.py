@@ -134,9 +134,11 @@ class Choice:
         return self.state in _ENDS
 
     def submit(self, prefer_decode: InstanceId | None = None) -> None:
-        """Routes and sends. Errors come through the owner, like later ones."""
+        """Routes and sends. Errors come through the owner, like later ones. With an instance to
+        prefer, since its prompt is there, it does not wait for its turn again."""
         self._move(ChoiceState.WAITING)
-        self._ask(self._query(prefer_decode), self._on_first_refusal, may_wait=True)
+        query = self._query(prefer_decode)
+        self._ask(query, self._on_first_refusal, may_wait=prefer_decode is None)
 
     def abort(self, reason: str) -> None:
         """Ends the sequence here and on its instance; a no-op once it has ended."""

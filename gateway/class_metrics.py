@@ -19,6 +19,8 @@ class ClassMetrics:
     tpot: Histogram
     e2e: Histogram
     second_token_gap: Histogram
+    predicted_ttft: Histogram
+    predicted_tpot: Histogram
     ttft_slack: Histogram
     tpot_slack: Histogram
 
@@ -30,6 +32,8 @@ def metrics_of(slo_class: str) -> ClassMetrics:
         tpot=metrics.TPOT.labels(slo_class=slo_class),
         e2e=metrics.E2E.labels(slo_class=slo_class),
         second_token_gap=metrics.SECOND_TOKEN_GAP.labels(slo_class=slo_class),
+        predicted_ttft=metrics.PREDICTED_TTFT.labels(slo_class=slo_class),
+        predicted_tpot=metrics.PREDICTED_TPOT.labels(slo_class=slo_class),
         ttft_slack=metrics.SLACK.labels(slo_class=slo_class, target="ttft"),
         tpot_slack=metrics.SLACK.labels(slo_class=slo_class, target="tpot"),
     )

@@ -233,7 +233,9 @@ class _Stream:
                 self._last_message_ns = self._clock.monotonic_ns()
                 self._dispatch(response)
         except grpc.aio.AioRpcError as error:
-            return error_from_rpc(error, peer=self.ref.instance_id, stage="decode").message
+            told = error_from_rpc(error, peer=self.ref.instance_id, stage="decode")
+            is_typed = not isinstance(told, InstanceLostError)
+            return told.message if is_typed else "went away: its connection broke"
         finally:
             writer.cancel()
             call.cancel()

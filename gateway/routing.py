@@ -43,7 +43,7 @@ class Routing:
             self._remote = RemoteDecider(registry, config.name, gateway_id, self.router, clock)
             self.decider = self._remote
         else:
-            self.router = Router(config.router, clock)
+            self.router = Router(config.router, clock, tenant_weights=config.tenant_weights)
             self._host = RouterHost(self.router, registry, config, args.gateway_id, clock)
             self.decider = EmbeddedDecider(self.router, self._host.driver)
         self._feed = ClusterFeed(

@@ -71,7 +71,7 @@ async def serve(args: RouterArgs) -> None:
         loop.add_signal_handler(number, on_signal, number)
     config, clock = args.config, SystemClock()
     registry = EmbeddedRegistryClient(args.registry)
-    router = Router(config.router, clock)
+    router = Router(config.router, clock, tenant_weights=config.tenant_weights)
     feed = ClusterFeed(registry, config.name, router.state, config.router)
     host = RouterHost(router, registry, config, args.router_id, clock)
     server, thread = start_http_server(0, addr=config.host)
