@@ -74,6 +74,19 @@ def _unpacked(value: _Array | int | None) -> torch.Tensor | int | None:
     return torch.from_numpy(array)
 
 
+class AllRanksMarks:
+    """``LayerMarks`` for a leader's part that tells ``marks`` of all ranks. When the leader's KV of
+    a layer is final, so is everyone's of the layer before: in between all have met."""
+
+    address = 0  # the count is another one than the leader's own
+
+    def __init__(self, marks: LayerMarks) -> None:
+        self._marks = marks
+
+    def mark(self, num_layers: int) -> None:
+        self._marks.mark(num_layers - 1)
+
+
 class LeaderModel:
     """A ``LanguageModel`` over all ranks: tells the followers, then runs the leader's part.
 
@@ -90,17 +103,18 @@ class LeaderModel:
         self._number = 0
 
     def forward(
-        self,
-        batch: ForwardBatch,
-        kv: torch.Tensor,
-        marks: LayerMarks | None = None,  # noqa: ARG002 (nobody here sees the others' KV)
+        self, batch: ForwardBatch, kv: torch.Tensor, marks: LayerMarks | None = None
     ) -> torch.Tensor:
-        """Raises InstanceLostError."""
+        """``marks`` learns when a layer's KV is in the stores of all ranks; on devices it hears
+        nothing, as their work is not done when the host says so. Raises InstanceLostError."""
+        for_all = None
+        if marks is not None and self._device.torch_device.type == "cpu":
+            for_all = AllRanksMarks(marks)
         self._number += 1
         try:
             self._tell(encode_step(self._number, batch))
             with self._device.active():
-                logits = self._model.forward(on_device(batch, self._device), kv).cpu()
+                logits = self._model.forward(on_device(batch, self._device), kv, for_all).cpu()
                 # Where there are no logits, nothing has waited for the device yet.
                 passed = self._device.event()
                 passed.record()

@@ -47,6 +47,9 @@ WINDOW_BYTES = 64 * 2**20
 # lands in between, so the longest one also bounds how fast a receiver can take data.
 _SHORTEST_PAUSE_S = 0.0001
 _LONGEST_PAUSE_S = 0.004
+# The same while all that is open waits for a step to get on: looking must not cost the step time,
+# and nothing is late as long as the step runs. Its end wakes the driver.
+LONGEST_PAUSE_COMPUTING_S = 0.02
 
 T = TypeVar("T")
 
@@ -220,7 +223,9 @@ class ConnectorDriver:
                 return sweep
             if self._woken.wait(pause_s):
                 return self._sweep()
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            is_computing = self._unready and not (self._in_flight or self._queues)
+            longest_s = LONGEST_PAUSE_COMPUTING_S if is_computing else _LONGEST_PAUSE_S
+            pause_s = min(2 * pause_s, longest_s)
 
     def _sweep(self) -> Sweep:
         sweep = Sweep(self._clock.monotonic_ns())

@@ -18,11 +18,15 @@ from isthmus.common.types import InstanceRef
 from isthmus.kvtransfer import port_wire as wire
 from isthmus.kvtransfer.checksums import ChunkContent
 from isthmus.kvtransfer.copies import Copies
-from isthmus.kvtransfer.driver import Outcome, Sweep, Write, WriteOwner
+from isthmus.kvtransfer.driver import (
+    LONGEST_PAUSE_COMPUTING_S,
+    Outcome,
+    Sweep,
+    Write,
+    WriteOwner,
+)
 from isthmus.kvtransfer.interface import PeerName
 
-# Between looks at whether a step has computed what is to be written.
-_READY_PAUSE_S = 0.001
 # Silence is counted in waits of this length: time in which this process was stopped is none.
 _WAIT_S = 0.5
 
@@ -129,7 +133,7 @@ class RemotePort:
             looking = self._call(wire.Look(patience_s))
             while self._unready and not looking.done():
                 self._send_ready(sweep)
-                await asyncio.wait({looking}, timeout=_READY_PAUSE_S)
+                await asyncio.wait({looking}, timeout=LONGEST_PAUSE_COMPUTING_S)
             seen = await self._answer(looking, wire.Seen)
         except InstanceLostError as error:
             sweep.error = error

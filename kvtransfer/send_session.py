@@ -112,9 +112,7 @@ class SendSession:
         self._host = host
         self._quarantine_ns = quarantine_ns
         self._ended_ns = expires_ns
-        self._next_index = [
-            0
-        ] * self._any_route.source.num_layers  # the first block not pushed, a layer
+        self._next_index = [0] * self._any_route.source.num_layers  # first block not pushed yet
         self._num_open_writes = 0
         self._may_still_land = False
         self._ended = asyncio.Event()

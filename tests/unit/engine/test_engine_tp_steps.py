@@ -9,6 +9,7 @@ import torch
 
 from isthmus.common.config import EngineConfig
 from isthmus.common.errors import InstanceLostError, InternalError
+from isthmus.common.layer_progress import LayerCounter
 from isthmus.engine.models.types import ForwardBatch
 from isthmus.engine.tp_group import SingleRank
 from isthmus.engine.tp_steps import (
@@ -64,6 +65,15 @@ def test_a_follower_writes_the_kv_that_the_leader_writes() -> None:
         leader.forward(batch([2]), leader_kv)
     assert leader_kv.count_nonzero()
     assert torch.equal(follower_kv, leader_kv)
+
+
+def test_a_layer_is_final_on_all_ranks_when_the_leader_is_through_the_next() -> None:
+    model = TinyModel()
+    counter = LayerCounter()
+    told: list[int] = []
+    model.after_layer = lambda layer: told.append(counter.num_final_layers)
+    LeaderModel(model, lambda _: None, "cpu").forward(batch([2]), kv_of(model), counter)
+    assert told == [0, 1]
 
 
 def test_a_follower_that_missed_a_step_runs_no_other() -> None:

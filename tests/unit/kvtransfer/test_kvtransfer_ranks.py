@@ -19,7 +19,7 @@ from isthmus.kvtransfer.interface import PeerName
 from isthmus.kvtransfer.notification import Flags, Notification
 from isthmus.kvtransfer.receive_session import Proof, ReceiveState
 from isthmus.kvtransfer.routes import meeting_ranks, routes_between
-from isthmus.kvtransfer.send_session import SendState
+from isthmus.kvtransfer.send_session import LayerPart, SendState
 from tests.support.poll import poll_until
 from tests.support.rank_ports import rank_pair, served
 from tests.support.transfer_pair import CHECKED, LAYOUT, RankStores, blocks, ranked
@@ -232,6 +232,23 @@ async def test_a_forgotten_instance_leaves_no_rank_behind() -> None:
             await pair.prefill.manager.answer(pair.decode.manager.offer())
         )
         await pair.decode.manager.forget(pair.prefill.ref.instance_id, is_gone=True)
+
+
+async def test_no_rank_sends_a_layer_before_it_is_computed() -> None:
+    async with rank_pair(layouts(2, 2), layouts(2, 2), is_remote=True) as (pair, _):
+        computed: list[bool] = []
+        send, receive = pair.open([5])
+        early = LayerPart(range(1), lambda: bool(computed))
+        send.push(0, blocks(3), is_last=False, part=early)
+        send.push(0, blocks(3), is_last=True, part=LayerPart(range(1, LAYOUT.num_layers)))
+        await pair.drive()
+        assert receive.is_open
+        one_layer = 2 * LAYOUT.layer_bytes  # of two ranks
+        assert (send.num_bytes, receive.num_bytes) == (one_layer, one_layer)
+        computed.append(True)
+        await pair.drive()
+        await receive.wait_complete()
+        await send.drained()
 
 
 # --- a lost follower -----------------------------------------------------------------------------
