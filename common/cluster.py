@@ -127,6 +127,14 @@ NO_STEPS = StepTotals()
 
 
 @dataclass(frozen=True, slots=True)
+class LinkRate:
+    """How fast KV was measured to go from the instance that reports it to another."""
+
+    target_id: InstanceId
+    bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class LoadReport:
     """A worker's own view of its load; ``seq`` grows with each report of one epoch."""
 
@@ -149,3 +157,4 @@ class LoadReport:
     step_ms: float = 0.0  # EWMA
     steps: int = 0  # finished steps: a progress check
     totals: StepTotals = NO_STEPS  # measured steps; none = not measured
+    links: tuple[LinkRate, ...] = ()  # to where it has sent enough to tell

@@ -130,6 +130,12 @@ class TransferConfig(Node):
         description="layers whose KV leaves together while a prompt's later layers are computed; "
         "0 = as many as make 1 MiB; as many as the model has, or more = whole blocks after a step",
     )
+    canary_every: int = Field(
+        0,
+        ge=0,
+        description="every how many-th greedy request that was served with KV from elsewhere is "
+        "computed again on its decode instance, when that is idle, and compared; 0 = none",
+    )
     fault_script: str = Field("", description="scripted faults of the fake connector (tests)")
 
 

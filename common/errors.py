@@ -29,6 +29,7 @@
     │   ├── LayoutMismatchError        502
     │   ├── ChecksumError              502  what arrived is not what was sent
     │   ├── TransferTimeoutError       504
+    │   ├── TransferHopelessError      504  KV could not arrive in time, so it was not sent
     │   └── PrefillFailedError         502  final: the operator wants no other attempt
     ├── ModelError                     500  a model cannot be loaded
     │   ├── ModelFileError
@@ -219,6 +220,13 @@ class ChecksumError(TransferError):
 
 class TransferTimeoutError(TransferError):
     code = "transfer_timeout"
+    grpc_status = "DEADLINE_EXCEEDED"
+    http_status = 504
+    openai_type = "timeout_error"
+
+
+class TransferHopelessError(TransferError):
+    code = "transfer_hopeless"
     grpc_status = "DEADLINE_EXCEEDED"
     http_status = 504
     openai_type = "timeout_error"

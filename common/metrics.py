@@ -170,6 +170,16 @@ KV_EXPOSED = Histogram(
     ["role", "instance"],
     buckets=_FAST,
 )
+LINK_RATE = Gauge(
+    "isthmus_kv_link_bytes_per_second",
+    "KV bytes a second to another instance, moving average over ended writes",
+    ["role", "instance", "peer", "connector"],
+)
+TRANSFERS_HOPELESS = Counter(
+    "isthmus_kv_transfers_hopeless",
+    "Transfers given up early: the link was too slow for what was left of their time",
+    ["role", "instance", "connector"],
+)
 CORRUPT_BLOCKS = Counter(
     "isthmus_kv_corrupt_blocks",
     "Received KV blocks that are not what was sent, by their checksums",
@@ -177,8 +187,24 @@ CORRUPT_BLOCKS = Counter(
 )
 PREFILL_FAILURES = Counter(
     "isthmus_prefill_failures",
-    "Prompts that another instance could not compute or send, by what was done and why",
-    ["role", "instance", "remedy", "reason"],
+    "Prompts that another instance could not compute or send, by what the request's class asks "
+    "for, what was done, and why",
+    ["role", "instance", "policy", "remedy", "reason"],
+)
+CANARY = Counter(
+    "isthmus_canary",
+    "Served requests that were computed again on the decode instance, by what came of it",
+    ["role", "instance", "result"],
+)
+CANARY_MISMATCH = Counter(
+    "isthmus_canary_mismatch",
+    "Of these, answers that were not what the decode instance computes, by who computed the prompt",
+    ["role", "instance", "prefill"],
+)
+CANARY_TOKENS = Counter(
+    "isthmus_canary_prompt_tokens",
+    "Prompt tokens computed for such comparisons; isthmus_computed_prompt_tokens counts them too",
+    ["role", "instance"],
 )
 NOTIFICATIONS_IGNORED = Counter(
     "isthmus_kv_notifications_ignored",

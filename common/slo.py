@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 from pydantic import Field, StringConstraints, field_validator, model_validator
 
 from isthmus.common.config_node import Node
-from isthmus.common.types import Slo
+from isthmus.common.types import Remedy, Slo
 
 DEFAULT_CLASS = "default"
 LabelName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$")]
@@ -37,6 +37,11 @@ class SloClassConfig(Node):
         description="a request whose targets cannot be met: serve it when there is slack, or "
         "refuse it",
     )
+    on_failure: Literal["fail", "reprefill", "recompute"] | None = Field(
+        None,
+        description="what happens when a prompt could not be computed or moved; none = as "
+        "transfer.on_failure says",
+    )
 
     def to_slo(self, class_name: str) -> Slo:
         return Slo(
@@ -47,6 +52,7 @@ class SloClassConfig(Node):
             quantile=self.quantile,
             weight=self.weight,
             is_strict=self.mode == "strict",
+            on_failure=Remedy(self.on_failure) if self.on_failure is not None else None,
         )
 
 

@@ -7,6 +7,9 @@
                                                   PREFILLED ─ KV_READY ─ SECOND_TOKEN ─ FINISHED
                                                      transfer   decode wait
 
+A prompt that is computed again after an attempt came to nothing has the events of the attempt that
+counted; the time of the one before is part of ``admit``.
+
 Each event is unix nanoseconds, recorded in the process where it happens and carried to the gateway
 with the stream; on several machines a stage between two machines is as exact as their clocks.
 
@@ -52,6 +55,10 @@ class Timeline:
 
     def mark(self, event: Event, at_ns: int) -> None:
         self._at_ns.setdefault(event, at_ns)
+
+    def forget(self, event: Event) -> None:
+        """An attempt came to nothing: the event counts when it happens again."""
+        self._at_ns.pop(event, None)
 
     def merge(self, other: Timeline) -> None:
         for event, at_ns in other._at_ns.items():

@@ -49,13 +49,22 @@ class SamplingParams:
         return self.temperature == 0.0
 
 
+class Remedy(Enum):
+    """What a decode instance does about a prompt that failed elsewhere."""
+
+    FAIL = "fail"
+    REPREFILL = "reprefill"
+    RECOMPUTE = "recompute"
+
+
 @dataclass(frozen=True, slots=True)
 class Slo:
     """Targets of one class of service, milliseconds; None = no target.
 
     ``quantile`` is the share of the class's requests that shall meet both; ``weight`` what one of
     them counts beside those of other classes. A strict request that cannot meet its targets is
-    refused, any other is served when there is slack.
+    refused, any other is served when there is slack. ``on_failure``: None = as the decode
+    instance is configured (``transfer.on_failure``).
     """
 
     class_name: str = "default"
@@ -65,6 +74,7 @@ class Slo:
     quantile: float = 0.9
     weight: float = 1.0
     is_strict: bool = False
+    on_failure: Remedy | None = None
 
 
 @dataclass(frozen=True, slots=True)

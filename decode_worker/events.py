@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import dataclass
 
 from isthmus.common.errors import IsthmusError
-from isthmus.common.ids import RequestId
+from isthmus.common.ids import InstanceId, RequestId
 from isthmus.common.timeline import Timeline
 from isthmus.common.types import FinishReason, LocalPrefillReason, TokenLogprob, Usage
 
@@ -15,6 +15,7 @@ from isthmus.common.types import FinishReason, LocalPrefillReason, TokenLogprob,
 class Started:
     request_id: RequestId
     num_cached_tokens: int
+    failed_prefills: tuple[InstanceId, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,7 @@ class Finished:
     timeline: Timeline
     local_reason: LocalPrefillReason
     transferred_bytes: int
-    failed_prefill: str = ""
+    failed_prefills: tuple[InstanceId, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,13 +7,12 @@
     first token delivered      ──▶ resume here: prompt + first token, sampling goes on at token 1
 
 The client sees only latency, unless the request itself is at fault (that error is final wherever
-the request goes) or the operator wants failures to show (``transfer.on_failure``).
+the request goes) or its class of service wants failures to show (``transfer.on_failure``).
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from enum import Enum
 
 from isthmus.common.clock import NS_PER_MS
 from isthmus.common.errors import (
@@ -23,7 +22,7 @@ from isthmus.common.errors import (
     ModelNotFoundError,
     UnsupportedParameterError,
 )
-from isthmus.common.types import Request
+from isthmus.common.types import Remedy, Request
 
 # A plain InvalidRequestError is not among them: this instance has checked the request itself, so it
 # means that the two instances disagree, about a ticket for instance.
@@ -42,12 +41,6 @@ def can_fall_back(error: IsthmusError) -> bool:
     never come this way.
     """
     return not isinstance(error, _FINAL)
-
-
-class Remedy(Enum):
-    FAIL = "fail"
-    REPREFILL = "reprefill"
-    RECOMPUTE = "recompute"
 
 
 def remedy_for(policy: Remedy, can_reprefill: bool) -> Remedy:

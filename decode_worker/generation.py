@@ -33,6 +33,7 @@ from isthmus.common.errors import (
     OutOfBlocksError,
     PrefillFailedError,
 )
+from isthmus.common.ids import InstanceId
 from isthmus.common.logging import get_logger
 from isthmus.common.prefill import PrefillFirstToken
 from isthmus.common.state_machine import Transitions
@@ -41,12 +42,14 @@ from isthmus.common.types import (
     FinishReason,
     InstanceRef,
     LocalPrefillReason,
+    Remedy,
     Request,
     RouteDecision,
     Usage,
 )
+from isthmus.decode_worker.canary import Served
 from isthmus.decode_worker.events import Failed, Finished, Outbox, Started, TokenDelta
-from isthmus.decode_worker.fallback import Remedy, can_fall_back, has_time, remedy_for, resumed
+from isthmus.decode_worker.fallback import can_fall_back, has_time, remedy_for, resumed
 from isthmus.decode_worker.prefill_client import PrefillClient
 from isthmus.decode_worker.remote_prefill import RemotePrefill
 from isthmus.decode_worker.reservations import Reservations
@@ -111,8 +114,9 @@ class Generation:
         self._num_cached_tokens: int | None = None
         self._local_reason = LocalPrefillReason.NONE
         self._transferred_bytes = 0
-        self._failed_prefill = ""
+        self._failed_prefills: list[InstanceId] = []
         self._first_reason: FinishReason | None = None
+        self._source: InstanceRef | None = None  # whose KV is in the blocks
         self._has_ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def run(self) -> None:
@@ -152,6 +156,14 @@ class Generation:
             return
         await self._go_on(reservation)
 
+    @property
+    def served_from_elsewhere(self) -> Served | None:
+        """What the client was given on the strength of another instance's KV; None when the request
+        has not finished, or not so."""
+        if self.state is not GenerationState.FINISHED or self._source is None:
+            return None
+        return Served(self.request, tuple(self._delivered), self._source)
+
     # --- prompt computed elsewhere ---------------------------------------------------------------
 
     async def _prefill_at(
@@ -175,7 +187,10 @@ class Generation:
             has_kv = await attempt.run(reservation, self._on_first_token)
         finally:
             self._transferred_bytes += attempt.num_bytes
-        return reservation if has_kv else None
+        if not has_kv:
+            return None
+        self._source = source
+        return reservation
 
     def _on_first_token(self, first: PrefillFirstToken) -> None:
         self._move(GenerationState.RECEIVING)
@@ -228,22 +243,25 @@ class Generation:
             and self.state is GenerationState.PREFILLING
             and has_time(self._now(), self.request.deadline_ns, self._decision.predicted_ttft_ms)
         )
-        policy = Remedy(self._runtime.config.transfer.on_failure)
+        policy = self.request.slo.on_failure
+        if policy is None:
+            policy = Remedy(self._runtime.config.transfer.on_failure)
         remedy = remedy_for(policy, can_reprefill)
-        self._failed_prefill = self._failed_prefill or source.instance_id
-        self._runtime.metrics.prefill_failed(remedy.value, error.code)
+        self._failed_prefills.append(source.instance_id)
+        self._runtime.metrics.prefill_failed(policy.value, remedy.value, error.code)
         log.warning(
             "prefill failed",
             request_id=self.request.request_id,
             stage=error.stage or self.state.value,
             instance=source.instance_id,
             reason=error.message,
+            slo_class=self.request.slo.class_name,
             remedy=remedy.value,
         )
         if remedy is not Remedy.FAIL:
             return remedy
         raise PrefillFailedError(  # final: whoever asked must not try elsewhere either
-            f"{error.message}; transfer.on_failure is fail",
+            f"{error.message}; on_failure is fail",
             stage=error.stage or self.state.value,
             instance_id=source.instance_id,
         ) from error
@@ -253,6 +271,7 @@ class Generation:
         alternate = self._decision.alternate
         assert alternate is not None, "there was somebody to ask"
         self._move(GenerationState.QUEUED)
+        self._timeline.forget(Event.ADMITTED)
         try:
             spare_s = self._seconds_left() - 2 * self._decision.predicted_ttft_ms / 1000
             reservation = await self._prefill_at(alternate, max(0.0, spare_s))
@@ -269,6 +288,8 @@ class Generation:
 
     async def _recompute(self) -> None:
         """Computes the prompt here, or what is left of it after the first token."""
+        if not self._delivered:
+            self._timeline.forget(Event.ADMITTED)
         request = resumed(self.request, tuple(self._delivered))
         await self._run_here(request, LocalPrefillReason.PREFILL_FAILED)
 
@@ -319,7 +340,11 @@ class Generation:
     def _start(self, num_cached_tokens: int) -> None:
         if self._num_cached_tokens is None:
             self._num_cached_tokens = min(num_cached_tokens, self.request.num_prompt_tokens)
-            self._outbox.put(Started(self.request.request_id, self._num_cached_tokens))
+            self._outbox.put(
+                Started(
+                    self.request.request_id, self._num_cached_tokens, tuple(self._failed_prefills)
+                )
+            )
 
     def _deliver(self, delta: TokenDelta) -> None:
         """The first two deltas carry the timeline: the gateway may end the request any time now."""
@@ -345,7 +370,7 @@ class Generation:
                 self._timeline,
                 self._local_reason,
                 self._transferred_bytes,
-                self._failed_prefill,
+                tuple(self._failed_prefills),
             )
         )
 

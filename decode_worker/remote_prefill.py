@@ -85,6 +85,7 @@ class RemotePrefill:
             # It ends with the stream, also after this attempt: its last word is of use then, too.
             self._client.spawn(self._read(session), f"prefill {self._request.request_id}")
             first = await self._first_token(session)
+            self._timeline.merge(first.timeline)  # not before: the attempt counts from here on
             on_first_token(first)
             if first.finish_reason is None:
                 await session.wait_complete()
@@ -150,16 +151,11 @@ class RemotePrefill:
             case PrefillFirstToken():
                 if update.finish_reason is None:
                     session.announced(session.ticket.num_tokens)
-                self._timeline.merge(update.timeline)
                 if not self._first.done():
                     self._first.set_result(update)
                 return False
             case PrefillFinished():
-                self._timeline.merge(update.timeline)
-                if session.is_open:
-                    session.expect(update.num_chunks)
-                else:
-                    session.peer_quiesced()
+                self._on_finished(session, update)
                 return True
             case PrefillFailed():
                 session.peer_ended()
@@ -167,6 +163,14 @@ class RemotePrefill:
                     session.peer_quiesced()
                 self._fail(session, update.error)
                 return True
+
+    def _on_finished(self, session: ReceiveSession, update: PrefillFinished) -> None:
+        if session.error is None:  # else the request goes on without what was sent here
+            self._timeline.merge(update.timeline)
+        if session.is_open:
+            session.expect(update.num_chunks)
+        else:
+            session.peer_quiesced()
 
     def _fail(self, session: ReceiveSession, error: IsthmusError) -> None:
         session.fail(error)

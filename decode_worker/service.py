@@ -111,7 +111,9 @@ def to_response(events: list[GenerationEvent]) -> pb.GenerateResponse:
         match event:
             case Started():
                 response.started.add(
-                    request_id=event.request_id, num_cached_tokens=event.num_cached_tokens
+                    request_id=event.request_id,
+                    num_cached_tokens=event.num_cached_tokens,
+                    failed_prefills=event.failed_prefills,
                 )
             case TokenDelta():
                 response.deltas.add(
@@ -141,5 +143,5 @@ def _finished_to_pb(event: Finished) -> pb.Finished:
         timeline=timeline_to_pb(event.timeline),
         local_reason=event.local_reason.value,
         transferred_bytes=event.transferred_bytes,
-        failed_prefill=event.failed_prefill,
+        failed_prefills=event.failed_prefills,
     )

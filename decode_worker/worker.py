@@ -14,6 +14,7 @@ from isthmus.common.errors import DrainingError, InternalError, InvalidRequestEr
 from isthmus.common.ids import RequestId
 from isthmus.common.logging import get_logger
 from isthmus.common.types import Request, RouteDecision
+from isthmus.decode_worker.canary import Canary
 from isthmus.decode_worker.events import Failed, Outbox
 from isthmus.decode_worker.generation import Generation
 from isthmus.decode_worker.prefill_client import PrefillClient
@@ -38,6 +39,7 @@ class DecodeWorker:
         self._reservations = Reservations(runtime, self._client, max_waiting)
         self._generations: dict[RequestId, Generation] = {}
         self._tasks: dict[RequestId, asyncio.Task[None]] = {}
+        self._canary = Canary(runtime)
 
     # --- for the service -------------------------------------------------------------------------
 
@@ -55,6 +57,7 @@ class DecodeWorker:
         except IsthmusError as error:
             outbox.put(Failed(request_id, error))
             return None
+        self._canary.make_way()
         generation = Generation(
             self._runtime, self._client, self._reservations, request, decision, outbox
         )
@@ -82,6 +85,9 @@ class DecodeWorker:
             generation.fail(InternalError(f"unexpected {error!r}", stage=generation.state.value))
         self._runtime.cache_changed()
         self._reservations.serve_line()
+        self._canary.served(generation.served_from_elsewhere)
+        if not self._tasks:
+            self._canary.start_if_idle()
 
     # --- RoleWorker ------------------------------------------------------------------------------
 
@@ -96,6 +102,8 @@ class DecodeWorker:
             generation = self._generations.get(update.request_id)
             if generation is not None:
                 generation.on_update(update)
+            else:
+                self._canary.on_update(update)
         self._reservations.serve_line()
 
     def outside_load(self) -> OutsideLoad:
@@ -109,6 +117,7 @@ class DecodeWorker:
 
     async def close(self) -> None:
         """What still runs is told to go elsewhere: the gateway resumes it on another instance."""
+        self._canary.close()
         for generation in list(self._generations.values()):
             generation.fail(
                 DrainingError(

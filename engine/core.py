@@ -334,7 +334,7 @@ class EngineCore:
 
     def _new_sequence(self, request: Request, mode: SequenceMode) -> Sequence:
         check_request(request, self.max_model_len, self.spec.vocab_size)
-        hashes = self._hash_blocks(request)
+        hashes = [] if mode is SequenceMode.PRIVATE else self._hash_blocks(request)
         return Sequence(request, mode, hashes, self._clock.monotonic_ns(), self.max_model_len)
 
     def _launch_steps(self) -> None:
@@ -419,8 +419,10 @@ class EngineCore:
 
     def _publish_full_blocks(self, sequence: Sequence) -> None:
         assert sequence.table is not None
+        if sequence.mode is SequenceMode.PRIVATE or not self._kv.enable_prefix_cache:
+            return
         num_full = sequence.num_computed_tokens // self._kv.block_size
-        if self._kv.enable_prefix_cache and num_full > sequence.table.num_published_blocks:
+        if num_full > sequence.table.num_published_blocks:
             sequence.extend_block_hashes(self._kv.block_size, self._root_hash(sequence.request))
             self._kv.publish(sequence.table, sequence.block_hashes, num_full)
 

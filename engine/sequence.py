@@ -165,7 +165,7 @@ class Sequence:
     @property
     def can_be_preempted(self) -> bool:
         """Blocks of a PREFILL_ONLY sequence may be read by a peer's transfer at any time."""
-        return self.mode is SequenceMode.FULL
+        return self.mode is not SequenceMode.PREFILL_ONLY
 
     @property
     def wants_prompt_logprobs(self) -> bool:

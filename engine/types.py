@@ -15,6 +15,7 @@ from isthmus.common.types import FinishReason, TokenLogprob
 
 class SequenceMode(Enum):
     FULL = "full"  # prompt and outputs here
+    PRIVATE = "private"  # as FULL, but neither finds nor leaves anything in the prefix cache
     PREFILL_ONLY = "prefill_only"  # prompt and first token; blocks stay HELD for the transfer
 
 

@@ -109,7 +109,6 @@ class Choice:
         self.state = ChoiceState.IDLE
         self.decision: RouteDecision | None = None
         self.local_reason = LocalPrefillReason.NONE
-        self.failed_prefill = InstanceId("")
         self.timeline = Timeline()
         self.num_cached_tokens = 0
         self.num_retries = 0
@@ -120,6 +119,7 @@ class Choice:
         self._services = services
         self._owner = owner
         self._excluded: set[InstanceRef] = set()
+        self._failed_prefills: set[InstanceId] = set()  # of this decision, as the router knows
         self._output = SequenceOutput(
             plan, prompt, self._sampling, services.tokenizer, services.clock
         )
@@ -186,9 +186,10 @@ class Choice:
         self._on_refusal(error)
 
     # --- GenerationSink -------------------------------------------------------------------------
-    def on_started(self, num_cached_tokens: int) -> None:
+    def on_started(self, num_cached_tokens: int, failed_prefills: Sequence[str]) -> None:
         if not self.num_retries:
             self.num_cached_tokens = num_cached_tokens
+        self._blame(failed_prefills)
 
     def on_timeline(self, timeline: Timeline) -> None:
         self.timeline.merge(timeline)
@@ -227,7 +228,7 @@ class Choice:
         self.timeline.merge(end.timeline)
         self.transferred_bytes += end.transferred_bytes
         self.local_reason = end.local_reason
-        self.failed_prefill = end.failed_prefill
+        self._blame(end.failed_prefills)
         asked = end.stop_token_id not in self._services.tokenizer.eos_token_ids
         self._finish(end.reason, end.stop_token_id if asked else None)
 
@@ -251,9 +252,7 @@ class Choice:
             whole.merge(self._owner.timeline)
             whole.merge(self.timeline)
             whole.mark(Event.FINISHED, self._services.clock.now_ns())
-            self._services.router.report_finished(
-                self.decision, self.failed_prefill, tpot_ms, whole
-            )
+            self._services.router.report_finished(self.decision, tpot_ms, whole)
         self._owner.on_change(self)
 
     def _first_token(self) -> None:
@@ -261,6 +260,14 @@ class Choice:
         if self.decision is not None:
             self._services.router.report_first_token(self.decision)
         self._owner.on_first_token(self)
+
+    def _blame(self, failed_prefills: Sequence[str]) -> None:
+        """Tells the router, once each, who let the request down although it is served."""
+        for name in failed_prefills:
+            instance_id = InstanceId(name)
+            if self.decision is not None and instance_id not in self._failed_prefills:
+                self._failed_prefills.add(instance_id)
+                self._services.router.report_prefill_failed(self.decision, instance_id)
 
     # --- instances ------------------------------------------------------------------------------
     def _send_or_recover(self, decision: RouteDecision) -> None:
@@ -271,6 +278,7 @@ class Choice:
 
     def _send(self, decision: RouteDecision) -> None:
         self.decision = decision
+        self._failed_prefills.clear()
         self.timeline.mark(Event.ROUTED, self._services.clock.now_ns())
         self.local_reason = decision.local_reason
         self._request_id = RequestId(f"{self._plan.request_id}-{self.index}.{self.num_retries}")

@@ -43,7 +43,7 @@ class GenerationEnd:
     """How a sequence ended, as the decode instance tells it."""
 
     __slots__ = (
-        "failed_prefill",
+        "failed_prefills",
         "local_reason",
         "reason",
         "stop_token_id",
@@ -59,13 +59,14 @@ class GenerationEnd:
         self.timeline: Timeline = convert.timeline_from_pb(message.timeline)
         self.local_reason = _LOCAL_REASONS.get(message.local_reason, LocalPrefillReason.NONE)
         self.transferred_bytes = message.transferred_bytes
-        self.failed_prefill = InstanceId(message.failed_prefill)
+        self.failed_prefills = [InstanceId(name) for name in message.failed_prefills]
 
 
 class GenerationSink(Protocol):
     """The receiving end of one request. Called in the event loop; must not block."""
 
-    def on_started(self, num_cached_tokens: int) -> None: ...
+    def on_started(self, num_cached_tokens: int, failed_prefills: Sequence[str]) -> None:
+        """``failed_prefills``: instances that were asked for the prompt before, in vain."""
 
     def on_timeline(self, timeline: Timeline) -> None:
         """What has happened on the instance so far; before the tokens it came with."""
@@ -274,7 +275,7 @@ class _Stream:
                     sink.on_timeline(convert.timeline_from_pb(message.timeline))
                 sink.on_tokens(message.token_ids, logprobs, of_prompt)
             elif isinstance(message, pb.Started):
-                sink.on_started(message.num_cached_tokens)
+                sink.on_started(message.num_cached_tokens, message.failed_prefills)
             elif isinstance(message, pb.Finished):
                 sink.on_finished(GenerationEnd(message))
             else:

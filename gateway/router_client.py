@@ -87,16 +87,14 @@ class RouterClient:
     def report_first_token(self, decision: RouteDecision) -> None:
         self._decider.report(decision.decision_id, Outcome.first_token())
 
+    def report_prefill_failed(self, decision: RouteDecision, failed: InstanceId) -> None:
+        """``failed`` let the request down, which goes on without it."""
+        self._decider.report(decision.decision_id, Outcome.prefill_failed(failed))
+
     def report_finished(
-        self,
-        decision: RouteDecision,
-        failed_prefill: InstanceId,
-        tpot_ms: float | None,
-        timeline: Timeline,
+        self, decision: RouteDecision, tpot_ms: float | None, timeline: Timeline
     ) -> None:
-        """``failed_prefill``: who let the request down before it was served, "" = nobody."""
-        outcome = Outcome.finished(tpot_ms, failed_prefill or None, timeline)
-        self._decider.report(decision.decision_id, outcome)
+        self._decider.report(decision.decision_id, Outcome.finished(tpot_ms, timeline))
 
     def report_cancelled(self, decision: RouteDecision) -> None:
         self._decider.report(decision.decision_id, Outcome.cancelled())

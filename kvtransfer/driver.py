@@ -3,14 +3,15 @@
 A connector may copy inside ``post_write`` (NIXL within a machine does), so nothing of it runs on
 the event loop. All writes go through sweeps::
 
-    submit ─▶ not ready ─▶ queue of the peer ─▶ in flight (window per peer) ─▶ ended: DONE, FAILED,
-              └────────────┴ dropped there when its owner has ended or its    NOT_POSTED
-                             deadline has passed
+    submit ─▶ not ready ─▶ queue of the peer ─▶ in flight (window of the link) ─▶ ended: DONE,
+              └────────────┴ dropped there when its owner has ended, its deadline FAILED, NOT_POSTED
+                             has passed, or the link is too slow for what its session has left
 
-One sweep polls what is in flight, posts what the window admits and takes notifications; it returns
-what happened to the event loop, where every decision is made. A patient sweep repeats itself on
-this thread until something happens, so waiting does not cost the event loop anything. The driver
-owns write handles: each is released exactly once, in the sweep that sees it end.
+One sweep polls what is in flight, posts what the windows admit (see ``link``), nearest deadline
+first (see ``send_queue``), and takes notifications; it returns what happened to the event loop,
+where every decision is made. A patient sweep repeats itself on this thread until something happens,
+so waiting does not cost the event loop anything. The driver owns write handles: each is released
+exactly once, in the sweep that sees it end.
 """
 
 from __future__ import annotations
@@ -20,29 +21,16 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from enum import Enum
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from isthmus.common.clock import Clock
-from isthmus.common.errors import IsthmusError, TransferError, TransferTimeoutError
-from isthmus.kvtransfer.checksums import ChunkContent
-from isthmus.kvtransfer.copies import Copies
-from isthmus.kvtransfer.interface import (
-    Connector,
-    CopyOp,
-    MemoryRegion,
-    PeerName,
-    WriteHandle,
-    WriteState,
-)
+from isthmus.kvtransfer.interface import Connector, MemoryRegion, PeerName
+from isthmus.kvtransfer.lane import Lane, hopeless, refusal, unforeseen
+from isthmus.kvtransfer.link import LinkEstimate
+from isthmus.kvtransfer.writes import Outcome, Sweep, Write
 
-# Most bytes of one write and of one peer's writes in flight. The window bounds what can still land
-# after a deadline, so quarantine_ms must outlast it on the slowest link (64 MiB: 13 MB/s at 5 s).
-MAX_WRITE_BYTES = 16 * 2**20
-WINDOW_BYTES = 64 * 2**20
 # Between sweeps that saw nothing the pause doubles from the first to the second. Over TCP nothing
 # lands in between, so the longest one also bounds how fast a receiver can take data.
 _SHORTEST_PAUSE_S = 0.0001
@@ -52,60 +40,6 @@ _LONGEST_PAUSE_S = 0.004
 LONGEST_PAUSE_COMPUTING_S = 0.02
 
 T = TypeVar("T")
-
-
-class Outcome(Enum):
-    DONE = "done"  # all of it is in the peer's memory
-    FAILED = "failed"  # any part of it may be there, or still land
-    NOT_POSTED = "not_posted"  # none of it was ever sent
-
-
-class WriteOwner(Protocol):
-    @property
-    def is_open(self) -> bool:
-        """Read from the connector's thread: a write of an ended owner is not posted."""
-        ...
-
-    def write_ended(self, write: Write, outcome: Outcome, error: IsthmusError | None) -> None: ...
-
-
-@dataclass(slots=True, eq=False)
-class Write:
-    """One write on its way. ``expires_ns`` is monotonic: it is never posted from then on.
-
-    A ``notification`` that is costly to make is made on the connector's thread, right before the
-    write is posted.
-    """
-
-    peer: PeerName
-    ops: Sequence[CopyOp]
-    notification: bytes | Callable[[], bytes]
-    expires_ns: int
-    owner: WriteOwner
-    is_ready: Callable[[], bool] | None = None
-    """Until this says True, on the connector's thread, what is to be written is being computed."""
-    rank: int = 0  # of this instance, which posts it
-    content: ChunkContent | None = None  # its checksums are to be added to the notification
-    handle: WriteHandle | None = None
-    num_bytes: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.num_bytes = Copies.of(self.ops).num_bytes
-
-
-@dataclass(slots=True)
-class Sweep:
-    """What one sweep saw. ``started_ns`` (monotonic) was read before anything else."""
-
-    started_ns: int
-    ended: list[tuple[Write, Outcome, IsthmusError | None]] = field(default_factory=list)
-    notifications: list[tuple[PeerName, bytes]] = field(default_factory=list)
-    num_posted: int = 0
-    error: Exception | None = None  # of taking notifications
-
-    @property
-    def is_empty(self) -> bool:
-        return not (self.ended or self.notifications or self.num_posted)
 
 
 class ConnectorDriver:
@@ -118,8 +52,8 @@ class ConnectorDriver:
         self._woken = threading.Event()  # ends the patience of a sweep
         self._inbox: deque[Write] = deque()
         self._unready: list[Write] = []
-        self._queues: dict[PeerName, deque[Write]] = {}
-        self._in_flight: list[Write] = []
+        self._lanes: dict[PeerName, Lane] = {}
+        self._removed: set[PeerName] = set()
         self.num_open_writes = 0  # submitted and not yet reported as ended
         self.open_bytes = 0
         self._thread.start()
@@ -139,6 +73,25 @@ class ConnectorDriver:
         self.open_bytes += write.num_bytes
         self._inbox.append(write)
         self.wake()
+
+    def bytes_per_s(self, peer: PeerName) -> float | None:
+        """What the link to ``peer`` was measured to carry; None while that is not known."""
+        return self._link(peer).bytes_per_s
+
+    def max_write_bytes(self, peer: PeerName) -> int:
+        """How large a write should be at most: a window is several."""
+        return self._link(peer).max_write_bytes
+
+    def check_in_time(self, peer: PeerName, num_bytes: int, deadline_ns: int) -> None:
+        """Raises TransferHopelessError when so many bytes surely cannot be at ``peer`` by
+        ``deadline_ns`` (monotonic)."""
+        link = self._link(peer)
+        if link.is_too_slow(num_bytes, self._clock.monotonic_ns(), deadline_ns):
+            raise hopeless(link, num_bytes)
+
+    def _link(self, peer: PeerName) -> LinkEstimate:
+        lane = self._lanes.get(peer)
+        return lane.link if lane is not None else LinkEstimate()
 
     def wake(self) -> None:
         """There may be something to see: a patient sweep looks once more and returns."""
@@ -170,7 +123,7 @@ class ConnectorDriver:
 
     async def remove_peer(self, peer: PeerName, timeout_s: float) -> None:
         """Comes back after ``timeout_s`` at the latest: the connector then does it when it can."""
-        removal = asyncio.wrap_future(self._call(lambda: self._connector.remove_peer(peer)))
+        removal = asyncio.wrap_future(self._call(lambda: self._remove_peer(peer)))
         await asyncio.wait([removal], timeout=timeout_s)
 
     async def close(self, timeout_s: float) -> bool:
@@ -209,6 +162,10 @@ class ConnectorDriver:
         self._connector.register(region)
         return self._connector.metadata()
 
+    def _remove_peer(self, peer: PeerName) -> None:
+        self._removed.add(peer)  # its lane goes when nothing is left in it
+        self._connector.remove_peer(peer)
+
     def _discard(self, future: Future[PeerName]) -> None:
         if future.done() and not future.cancelled() and future.exception() is None:
             self._connector.remove_peer(future.result())
@@ -223,7 +180,9 @@ class ConnectorDriver:
                 return sweep
             if self._woken.wait(pause_s):
                 return self._sweep()
-            is_computing = self._unready and not (self._in_flight or self._queues)
+            is_computing = bool(self._unready) and all(
+                lane.is_empty for lane in self._lanes.values()
+            )
             longest_s = LONGEST_PAUSE_COMPUTING_S if is_computing else _LONGEST_PAUSE_S
             pause_s = min(2 * pause_s, longest_s)
 
@@ -232,9 +191,13 @@ class ConnectorDriver:
         while self._inbox:
             self._unready.append(self._inbox.popleft())
         self._unready = [write for write in self._unready if not self._enqueues(write, sweep)]
-        self._in_flight = [write for write in self._in_flight if not self._ends(write, sweep)]
-        for peer in list(self._queues):
-            self._post_queue(peer, sweep)
+        for lane in self._lanes.values():
+            lane.poll(sweep)
+        for lane in self._lanes.values():
+            lane.post(sweep)
+        for peer in [peer for peer in self._removed if self._is_over(peer)]:
+            self._removed.remove(peer)
+            self._lanes.pop(peer, None)
         try:
             sweep.notifications = self._connector.take_notifications()
         except Exception as error:  # noqa: BLE001 - what ended in this sweep must not get lost
@@ -243,94 +206,27 @@ class ConnectorDriver:
 
     def _enqueues(self, write: Write, sweep: Sweep) -> bool:
         """False while the write has to wait for what it is to bring."""
-        if (refusal := self._refusal(write)) is not None:
-            sweep.ended.append((write, Outcome.NOT_POSTED, refusal))
+        now_ns = self._clock.monotonic_ns()
+        if (reason := refusal(write, now_ns)) is not None:
+            sweep.ended.append((write, Outcome.NOT_POSTED, reason))
             return True
         try:
             if write.is_ready is not None and not write.is_ready():
                 return False
         except Exception as error:  # noqa: BLE001 - its owner must hear of it; nothing was sent
-            failure = _unforeseen("asking for the step's progress", error)
+            failure = unforeseen("asking for the step's progress", error)
             sweep.ended.append((write, Outcome.NOT_POSTED, failure))
             return True
-        self._queues.setdefault(write.peer, deque()).append(write)
+        write.queued_ns = now_ns
+        self._lane(write.peer).queue.add(write)
         return True
 
-    def _post_queue(self, peer: PeerName, sweep: Sweep) -> None:
-        """Posts in order while the window has room; a sweep never posts more than a window."""
-        in_flight = sum(write.num_bytes for write in self._in_flight if write.peer == peer)
-        posted = 0
-        held: deque[Write] = deque()
-        for write in self._queues.pop(peer):
-            if (refusal := self._refusal(write)) is not None:
-                sweep.ended.append((write, Outcome.NOT_POSTED, refusal))
-            elif held or not _fits(write, in_flight) or not _fits(write, posted):
-                held.append(write)
-            elif self._post(write, sweep):
-                posted += write.num_bytes
-                if not self._ends(write, sweep):
-                    self._in_flight.append(write)
-                    in_flight += write.num_bytes
-        if held:
-            self._queues[peer] = held
+    def _lane(self, peer: PeerName) -> Lane:
+        lane = self._lanes.get(peer)
+        if lane is None:
+            lane = self._lanes[peer] = Lane(self._connector, self._clock)
+        return lane
 
-    def _refusal(self, write: Write) -> IsthmusError | None:
-        if self._clock.monotonic_ns() >= write.expires_ns:
-            return TransferTimeoutError("the deadline passed before the write", stage="transfer")
-        if not write.owner.is_open:
-            return TransferError("the session ended before the write", stage="transfer")
-        return None
-
-    def _post(self, write: Write, sweep: Sweep) -> bool:
-        """True when the write has a handle, that is, when something may have been sent."""
-        try:
-            note = (
-                write.notification
-                if isinstance(write.notification, bytes)
-                else write.notification()
-            )
-        except Exception as error:  # noqa: BLE001 - its owner must hear of it; nothing was sent
-            failure = _unforeseen("making the notification", error)
-            sweep.ended.append((write, Outcome.NOT_POSTED, failure))
-            return False
-        # Making the notification may read every byte of the blocks: time for all to have ended.
-        if (refusal := self._refusal(write)) is not None:
-            sweep.ended.append((write, Outcome.NOT_POSTED, refusal))
-            return False
-        try:
-            write.handle = self._connector.post_write(write.peer, write.ops, note)
-        except TransferError as error:
-            sweep.ended.append((write, Outcome.NOT_POSTED, error))
-            return False
-        except Exception as error:  # noqa: BLE001 - a foreign library: assume the worst
-            sweep.ended.append(
-                (write, Outcome.FAILED, _unforeseen("the connector's post_write", error))
-            )
-            return False
-        sweep.num_posted += 1
-        return True
-
-    def _ends(self, write: Write, sweep: Sweep) -> bool:
-        assert write.handle is not None
-        try:
-            state = self._connector.poll(write.handle)
-            if state is WriteState.IN_PROGRESS:
-                return False
-            self._connector.release(write.handle)
-        except Exception as error:  # noqa: BLE001 - a foreign library: its owner must hear of it
-            sweep.ended.append((write, Outcome.FAILED, _unforeseen("the connector's poll", error)))
-            return True
-        if state is WriteState.DONE:
-            sweep.ended.append((write, Outcome.DONE, None))
-        else:
-            failure = TransferError(f"a write to {write.peer} failed", stage="transfer")
-            sweep.ended.append((write, Outcome.FAILED, failure))
-        return True
-
-
-def _fits(write: Write, used: int) -> bool:
-    return used == 0 or used + write.num_bytes <= WINDOW_BYTES
-
-
-def _unforeseen(call: str, error: Exception) -> TransferError:
-    return TransferError(f"{call} raised {error!r}", stage="transfer")
+    def _is_over(self, peer: PeerName) -> bool:
+        lane = self._lanes.get(peer)
+        return lane is None or lane.is_empty

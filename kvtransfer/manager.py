@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from isthmus.common.clock import NS_PER_MS, NS_PER_S, Clock
 from isthmus.common.config import TransferConfig
@@ -29,13 +29,13 @@ from isthmus.common.errors import (
     InstanceLostError,
     IsthmusError,
     TransferError,
+    TransferHopelessError,
 )
 from isthmus.common.ids import InstanceId, TransferId
 from isthmus.common.kv_layout import KvLayout
 from isthmus.common.logging import RateLimitedLog, get_logger
 from isthmus.common.transfer import Checksum, TransferOffer, TransferTicket
 from isthmus.common.types import InstanceRef
-from isthmus.kvtransfer.driver import Outcome, Sweep, Write
 from isthmus.kvtransfer.handshake import make_offer
 from isthmus.kvtransfer.interface import PeerName
 from isthmus.kvtransfer.notification import Notification, decode
@@ -43,9 +43,10 @@ from isthmus.kvtransfer.observer import Side, SilentObserver, TransferObserver
 from isthmus.kvtransfer.peers import Peer, PeerTable
 from isthmus.kvtransfer.rank_port import RankPort
 from isthmus.kvtransfer.receive_session import Ignored, ReceiveSession
-from isthmus.kvtransfer.routes import Ranks
+from isthmus.kvtransfer.routes import Ranks, Route
 from isthmus.kvtransfer.send_session import SendSession
 from isthmus.kvtransfer.tickets import check_ticket
+from isthmus.kvtransfer.writes import Outcome, Sweep, Write
 
 # How long a sweep may wait for something to happen; resting sessions count time between sweeps.
 _PATIENCE_S = 0.05
@@ -140,6 +141,9 @@ class TransferManager:
         for send in list(self._sends.values()):
             if send.ticket.target.instance_id == instance_id:
                 send.fail(error)
+        rates = self.bytes_per_s()
+        rates.pop(instance_id, None)
+        self._observer.links_measured(rates)
 
     # --- sessions ------------------------------------------------------------------------------
 
@@ -165,18 +169,22 @@ class TransferManager:
         return session
 
     def open_send(self, ticket: TransferTicket) -> SendSession:
-        """For the prefill side. Raises what ``open_receive`` raises."""
+        """For the prefill side. Raises TransferHopelessError when the link is known to be too slow,
+        and what ``open_receive`` raises."""
         peer = self._peer(ticket.target)
         target = peer.ranks[0]
         self._check_ticket(ticket, ticket.source, target.layout, target.num_blocks)
         if ticket.transfer_id in self._sends:
             raise TransferError("this transfer id is in use", stage="transfer")
         self._check_checksum(ticket, peer)
+        routes = peer.routes_from(self._layouts)
+        deadline_ns = self._deadline_ns(ticket)
+        self._check_in_time(ticket, routes, deadline_ns)
         session = SendSession(
             ticket,
-            peer.routes_from(self._layouts),
+            routes,
             self._num_blocks,
-            self._deadline_ns(ticket),
+            deadline_ns,
             self._quarantine_ns,
             self,
         )
@@ -201,6 +209,22 @@ class TransferManager:
         counts.update(f"send:{session.state.value}" for session in self._sends.values())
         counts.update(f"receive:{session.state.value}" for session in self._receives.values())
         return dict(counts)
+
+    def bytes_per_s(self) -> dict[InstanceId, float]:
+        """What goes to each peer in a second, as measured; peers without a measurement are left
+        out. Ranks send side by side and are alike: those of which nothing is known count as the
+        mean of the others."""
+        rates: dict[InstanceId, float] = {}
+        for peer in self._peers:
+            known: dict[int, float] = {}
+            for (rank, _), name in peer.names.items():
+                rate = self._ports[rank].bytes_per_s(name)
+                if rate is not None:
+                    known[rank] = max(rate, known.get(rank, 0.0))
+            if known:
+                num_ranks = len({rank for rank, _ in peer.names})
+                rates[peer.ref.instance_id] = sum(known.values()) / len(known) * num_ranks
+        return rates
 
     @property
     def inflight_bytes(self) -> int:
@@ -238,6 +262,17 @@ class TransferManager:
                 instance_id=peer.ref.instance_id,
             )
 
+    def _check_in_time(
+        self, ticket: TransferTicket, routes: Mapping[Route, PeerName], deadline_ns: int
+    ) -> None:
+        try:
+            for route, name in routes.items():
+                num_bytes = ticket.num_blocks * route.source.num_layers * route.layer_bytes
+                self._ports[route.source.tp_rank].check_in_time(name, num_bytes, deadline_ns)
+        except TransferHopelessError:
+            self._observer.hopeless()
+            raise
+
     def _deadline_ns(self, ticket: TransferTicket) -> int:
         """Monotonic."""
         return self._clock.monotonic_ns() + ticket.deadline_ns - self._clock.now_ns()
@@ -257,10 +292,15 @@ class TransferManager:
         self._ports[write.rank].submit(write)
         self._kicks[write.rank].set()
 
+    def max_write_bytes(self, rank: int, peer: PeerName) -> int:
+        return self._ports[rank].max_write_bytes(peer)
+
     def monotonic_ns(self) -> int:
         return self._clock.monotonic_ns()
 
     def send_ended(self, session: SendSession) -> None:
+        if isinstance(session.error, TransferHopelessError):
+            self._observer.hopeless()
         for port in self._ports:
             port.owner_ended(session)
         self._session_ended("send", session.ticket, session.state.value, session.num_bytes)
@@ -292,6 +332,13 @@ class TransferManager:
     def _session_ended(self, side: Side, ticket: TransferTicket, state: str, size: int) -> None:
         opened_ns = self._opened_ns.pop((side, ticket.transfer_id))
         seconds = (self._clock.monotonic_ns() - opened_ns) / NS_PER_S
+        get_logger("kvtransfer").debug(
+            "transfer ended",
+            request_id=ticket.request_id,
+            transfer=ticket.transfer_id.hex(),
+            side=side,
+            state=state,
+        )
         self._observer.session_ended(side, state, size, seconds)
 
     # --- time ----------------------------------------------------------------------------------
@@ -396,6 +443,8 @@ class TransferManager:
             if outcome is Outcome.DONE:
                 self.bytes_sent += write.num_bytes
             write.owner.write_ended(write, outcome, error)
+        if sweep.ended:
+            self._observer.links_measured(self.bytes_per_s())
         for peer_name, payload in sweep.notifications:
             await self._accept(rank, peer_name, payload)
         if isinstance(sweep.error, InstanceLostError):
@@ -436,6 +485,13 @@ class TransferManager:
         num_corrupt = await self._ports[ranks[1]].count_corrupt(content)
         if num_corrupt and session.is_open:  # else its blocks may have been others' meanwhile
             self._observer.blocks_corrupt(num_corrupt)
+            get_logger("kvtransfer").warning(
+                "corrupt blocks",
+                request_id=session.ticket.request_id,
+                transfer=note.transfer_id.hex(),
+                chunk=note.chunk,
+                num_blocks=num_corrupt,
+            )
         return num_corrupt
 
 
@@ -443,6 +499,7 @@ class _Notice:
     """Owner of a write without bytes that nobody waits for."""
 
     is_open = True
+    num_bytes_left = 0
 
     def write_ended(self, write: Write, outcome: Outcome, error: IsthmusError | None) -> None:
         pass

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal, Protocol
 
+from isthmus.common.ids import InstanceId
 from isthmus.kvtransfer.receive_session import Ignored
 
 Side = Literal["send", "receive"]
@@ -18,6 +20,14 @@ class TransferObserver(Protocol):
 
     def notification_ignored(self, reason: Ignored) -> None: ...
 
+    def links_measured(self, bytes_per_s: Mapping[InstanceId, float]) -> None:
+        """How fast KV goes to each peer for which that is known, now."""
+        ...
+
+    def hopeless(self) -> None:
+        """A transfer was given up because its link is too slow for what is left of its time."""
+        ...
+
     def blocks_corrupt(self, num_blocks: int) -> None:
         """Blocks arrived whose checksums are not those that the sender computed."""
         ...
@@ -28,6 +38,12 @@ class SilentObserver:
         pass
 
     def notification_ignored(self, reason: Ignored) -> None:
+        pass
+
+    def links_measured(self, bytes_per_s: Mapping[InstanceId, float]) -> None:
+        pass
+
+    def hopeless(self) -> None:
         pass
 
     def blocks_corrupt(self, num_blocks: int) -> None:

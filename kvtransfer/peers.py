@@ -9,7 +9,7 @@ forgotten.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from isthmus.common.errors import HandshakeError, IsthmusError, StaleEpochError
@@ -64,6 +64,9 @@ class PeerTable:
         self._by_name: dict[tuple[int, PeerName], tuple[Peer, int]] = {}
         self._newest: dict[InstanceId, InstanceRef] = {}
         self._changing = asyncio.Lock()
+
+    def __iter__(self) -> Iterator[Peer]:
+        return iter(self._by_id.values())
 
     def find(self, ref: InstanceRef) -> Peer | None:
         """The peer of exactly this epoch."""

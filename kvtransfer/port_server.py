@@ -15,9 +15,9 @@ from isthmus.common.ids import InstanceId
 from isthmus.common.logging import get_logger
 from isthmus.common.types import InstanceRef
 from isthmus.kvtransfer import port_wire as wire
-from isthmus.kvtransfer.driver import Outcome, Write
 from isthmus.kvtransfer.interface import PeerName
 from isthmus.kvtransfer.rank_port import LocalPort
+from isthmus.kvtransfer.writes import Outcome, Write
 
 PortOpener = Callable[[InstanceRef], LocalPort]
 _CLOSE_TIMEOUT_S = 2.0
@@ -31,6 +31,7 @@ class _Owner:
     def __init__(self, number: int) -> None:
         self.number = number
         self.is_open = True
+        self.num_bytes_left = 0  # beside what waits here: the leader knows
 
     def write_ended(self, write: Write, outcome: Outcome, error: IsthmusError | None) -> None:
         """Never called: the leader is told by the reply to its sweep."""

@@ -25,9 +25,9 @@ from isthmus.common.kv_layout import KvLayout
 from isthmus.common.transfer import Checksum, RankEndpoint
 from isthmus.kvtransfer.checksums import ChunkContent
 from isthmus.kvtransfer.copies import Copies
-from isthmus.kvtransfer.driver import Outcome
 from isthmus.kvtransfer.notification import decode as decode_note
 from isthmus.kvtransfer.plan import Side, blocks_of
+from isthmus.kvtransfer.writes import Outcome
 
 MessageT = TypeVar("MessageT", bound=msgspec.Struct)
 

@@ -26,8 +26,9 @@ from isthmus.kvtransfer.checksums import (
     host_reader,
     offered_checksum,
 )
-from isthmus.kvtransfer.driver import ConnectorDriver, Sweep, Write, WriteOwner
+from isthmus.kvtransfer.driver import ConnectorDriver
 from isthmus.kvtransfer.interface import Connector, MemoryRegion, PeerName
+from isthmus.kvtransfer.writes import Sweep, Write, WriteOwner
 
 
 class RankPort(Protocol):
@@ -54,6 +55,19 @@ class RankPort(Protocol):
 
     @property
     def open_bytes(self) -> int: ...
+
+    def bytes_per_s(self, peer: PeerName) -> float | None:
+        """What its link to ``peer`` was measured to carry; None while that is not known here."""
+        ...
+
+    def max_write_bytes(self, peer: PeerName) -> int:
+        """How large a write to ``peer`` should be at most."""
+        ...
+
+    def check_in_time(self, peer: PeerName, num_bytes: int, deadline_ns: int) -> None:
+        """Raises TransferHopelessError when it is known that so many bytes cannot be at ``peer`` by
+        ``deadline_ns`` (monotonic)."""
+        ...
 
     def submit(self, write: Write) -> None:
         """Returns at once. The next sweep posts it, or tells why not."""
@@ -124,6 +138,15 @@ class LocalPort:
     @property
     def open_bytes(self) -> int:
         return self._driver.open_bytes
+
+    def bytes_per_s(self, peer: PeerName) -> float | None:
+        return self._driver.bytes_per_s(peer)
+
+    def max_write_bytes(self, peer: PeerName) -> int:
+        return self._driver.max_write_bytes(peer)
+
+    def check_in_time(self, peer: PeerName, num_bytes: int, deadline_ns: int) -> None:
+        self._driver.check_in_time(peer, num_bytes, deadline_ns)
 
     def submit(self, write: Write) -> None:
         if write.content is not None and self._read is not None:

@@ -18,14 +18,10 @@ from isthmus.common.types import InstanceRef
 from isthmus.kvtransfer import port_wire as wire
 from isthmus.kvtransfer.checksums import ChunkContent
 from isthmus.kvtransfer.copies import Copies
-from isthmus.kvtransfer.driver import (
-    LONGEST_PAUSE_COMPUTING_S,
-    Outcome,
-    Sweep,
-    Write,
-    WriteOwner,
-)
+from isthmus.kvtransfer.driver import LONGEST_PAUSE_COMPUTING_S
 from isthmus.kvtransfer.interface import PeerName
+from isthmus.kvtransfer.link import LinkEstimate
+from isthmus.kvtransfer.writes import Outcome, Sweep, Write, WriteOwner
 
 # Silence is counted in waits of this length: time in which this process was stopped is none.
 _WAIT_S = 0.5
@@ -93,6 +89,16 @@ class RemotePort:
     @property
     def open_bytes(self) -> int:
         return self._open_bytes
+
+    def bytes_per_s(self, peer: PeerName) -> float | None:  # noqa: ARG002
+        """None: a follower measures its links for its own windows and does not tell."""
+        return None
+
+    def max_write_bytes(self, peer: PeerName) -> int:  # noqa: ARG002
+        return LinkEstimate().max_write_bytes
+
+    def check_in_time(self, peer: PeerName, num_bytes: int, deadline_ns: int) -> None:
+        """Nothing is known here; the follower drops what it finds to be in vain."""
 
     def submit(self, write: Write) -> None:
         """A step that is under way is the leader's to watch: until it has computed what is to be

@@ -30,11 +30,11 @@ from isthmus.common.kv_layout import KvLayout
 from isthmus.common.state_machine import Transitions
 from isthmus.common.transfer import Checksum, TransferTicket
 from isthmus.kvtransfer.checksums import ChunkContent
-from isthmus.kvtransfer.driver import MAX_WRITE_BYTES, Outcome, Write
 from isthmus.kvtransfer.interface import PeerName
 from isthmus.kvtransfer.notification import Flags, Notification
 from isthmus.kvtransfer.plan import Side, blocks_of, plan_copies
 from isthmus.kvtransfer.routes import Route
+from isthmus.kvtransfer.writes import Outcome, Write
 
 # Bounds what a notification carries and how many copies one write is made of.
 MAX_WRITE_BLOCKS = 512
@@ -81,6 +81,10 @@ class SendHost(Protocol):
 
     def submit(self, write: Write) -> None: ...
 
+    def max_write_bytes(self, rank: int, peer: PeerName) -> int:
+        """How large one write of that rank should be at most, which depends on the link."""
+        ...
+
     def send_ended(self, session: SendSession) -> None: ...
 
     def send_quiet(self, session: SendSession) -> None: ...
@@ -113,6 +117,7 @@ class SendSession:
         self._quarantine_ns = quarantine_ns
         self._ended_ns = expires_ns
         self._next_index = [0] * self._any_route.source.num_layers  # first block not pushed yet
+        self._pushed_bytes = 0
         self._num_open_writes = 0
         self._may_still_land = False
         self._ended = asyncio.Event()
@@ -134,6 +139,15 @@ class SendSession:
     def target_layout(self) -> KvLayout:
         """Of one of its ranks: blocks and layers are those of all."""
         return self._any_route.target
+
+    @property
+    def num_bytes_left(self) -> int:
+        """Of the whole ticket, as far as the blocks pushed so far tell what one takes."""
+        num_pushed = sum(self._next_index)  # blocks × layers
+        num_wanted = self.ticket.num_blocks * len(self._next_index)
+        if not num_pushed:
+            return num_wanted * sum(route.layer_bytes for route in self._routes)
+        return self._pushed_bytes * num_wanted // num_pushed - self.num_bytes
 
     @property
     def is_quiet(self) -> bool:
@@ -265,7 +279,12 @@ class SendSession:
             raise ValueError(f"source blocks outside the store: {list(block_ids)}")
 
     def _chunks(self, first_index: int, end: int, part: LayerPart) -> Iterator[tuple[int, int]]:
-        most = MAX_WRITE_BYTES if part.is_ready is None else MAX_EARLY_WRITE_BYTES
+        most = min(
+            self._host.max_write_bytes(route.source.tp_rank, name)
+            for route, name in self._routes.items()
+        )
+        if part.is_ready is not None:
+            most = min(most, MAX_EARLY_WRITE_BYTES)
         fitting = max(1, most // (len(part.layers) * self._any_route.target.layer_bytes))
         per_chunk = min(fitting, MAX_WRITE_BLOCKS)
         for start in range(first_index, end, per_chunk):
@@ -291,20 +310,18 @@ class SendSession:
         target = Side(route.target, ticket.target_block_ids, ticket.first_block * size)
         is_checked = ticket.checksum is not Checksum.NONE
         self._num_open_writes += 1
-        self._host.submit(
-            Write(
-                rank=route.source.tp_rank,
-                peer=self._routes[route],
-                ops=plan_copies(source, target, tokens, layers=part.layers),
-                notification=note.encode(),
-                content=ChunkContent(note, source, tokens, route.heads, size)
-                if is_checked
-                else None,
-                expires_ns=self.expires_ns,
-                owner=self,
-                is_ready=part.is_ready,
-            )
+        write = Write(
+            rank=route.source.tp_rank,
+            peer=self._routes[route],
+            ops=plan_copies(source, target, tokens, layers=part.layers),
+            notification=note.encode(),
+            content=ChunkContent(note, source, tokens, route.heads, size) if is_checked else None,
+            expires_ns=self.expires_ns,
+            owner=self,
+            is_ready=part.is_ready,
         )
+        self._pushed_bytes += write.num_bytes
+        self._host.submit(write)
 
     def _come_to_rest(self) -> None:
         if self._state is SendState.DRAINING_NIC:

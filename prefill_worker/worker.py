@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import AsyncGenerator
 from contextlib import suppress
 
+from isthmus.common.cluster import LinkRate
 from isthmus.common.errors import (
     CancelledError,
     DrainingError,
@@ -195,7 +196,9 @@ class PrefillWorker:
                 call.on_update(update, output.ended_ns)
 
     def outside_load(self) -> OutsideLoad:
-        return OutsideLoad(inflight_transfer_bytes=self._runtime.transfers.inflight_bytes)
+        transfers = self._runtime.transfers
+        links = tuple(LinkRate(*link) for link in transfers.bytes_per_s().items())
+        return OutsideLoad(inflight_transfer_bytes=transfers.inflight_bytes, links=links)
 
     def num_running(self) -> int:
         return len(self._calls)

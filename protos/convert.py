@@ -12,6 +12,7 @@ from isthmus.common.cluster import (
     InstanceInfo,
     InstanceState,
     LatencyModel,
+    LinkRate,
     LoadReport,
     Role,
     StepTotals,
@@ -32,6 +33,7 @@ from isthmus.common.types import (
     FinishReason,
     InstanceRef,
     LocalPrefillReason,
+    Remedy,
     Request,
     RouteAction,
     RouteDecision,
@@ -130,6 +132,7 @@ def slo_to_pb(slo: Slo) -> pb.Slo:
         quantile=slo.quantile,
         weight=slo.weight,
         is_strict=slo.is_strict,
+        on_failure=slo.on_failure.value if slo.on_failure is not None else "",
     )
 
 
@@ -142,6 +145,7 @@ def slo_from_pb(message: pb.Slo) -> Slo:
         quantile=message.quantile or _DEFAULT_SLO.quantile,
         weight=message.weight or _DEFAULT_SLO.weight,
         is_strict=message.is_strict,
+        on_failure=Remedy(message.on_failure) if message.on_failure else None,
     )
 
 
@@ -426,6 +430,10 @@ def load_to_pb(report: LoadReport) -> pb.LoadReport:
         step_ms=report.step_ms,
         steps=report.steps,
         totals=_totals_to_pb(report.totals),
+        links=[
+            pb.LinkRate(target_id=link.target_id, bytes_per_s=link.bytes_per_s)
+            for link in report.links
+        ],
     )
 
 
@@ -448,6 +456,9 @@ def load_from_pb(message: pb.LoadReport) -> LoadReport:
         step_ms=message.step_ms,
         steps=message.steps,
         totals=_totals_from_pb(message.totals),
+        links=tuple(
+            LinkRate(InstanceId(link.target_id), link.bytes_per_s) for link in message.links
+        ),
     )
 
 

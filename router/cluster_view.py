@@ -46,6 +46,7 @@ class InstanceView:
     load: LoadReport | None = None
     load_at_ns: int = 0  # when the report came, by this process's monotonic clock
     reported_work_ms: float = 0.0  # prefill work that the report speaks of
+    link_bytes_per_ms: dict[InstanceId, float] = field(default_factory=dict)  # as last reported
     is_registered: bool = True
     is_suspect: bool = False
     prefill_factor: float = 1.0  # measured / predicted
@@ -150,6 +151,7 @@ class ClusterView:
         view.load_at_ns = now_ns
         view.learned.observe(report.totals)
         view.reported_work_ms = reported_work_ms(view.latency, report)
+        view.link_bytes_per_ms = {link.target_id: link.bytes_per_s / 1000 for link in report.links}
         view.is_suspect = False
         return view
 

@@ -6,7 +6,7 @@ reservation: at its outcome or when it expires.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from isthmus.common import metrics
 from isthmus.common.clock import NS_PER_MS
@@ -44,6 +44,7 @@ class OpenDecision:
     ttft_quantile_ms: float
     tpot_ms: float
     tpot_quantile_ms: float
+    failed: set[InstanceId] = field(default_factory=set)  # asked for the prompt in vain
 
     @property
     def kind(self) -> Kind:
@@ -99,6 +100,10 @@ class Feedback:
         made = self._open.get(decision_id)
         if outcome.failed_instance is not None:
             self._blame(made, outcome.failed_instance, now_ns)
+            if outcome.kind is OutcomeKind.PREFILL_FAILED:
+                if made is not None:
+                    made.failed.add(outcome.failed_instance)
+                return
         if outcome.kind is OutcomeKind.FIRST_TOKEN:
             self._first_token(decision_id, made, now_ns)
             return
@@ -120,6 +125,8 @@ class Feedback:
         if slo.ttft_ms is not None:
             is_late = made.elapsed_ms + measured_ms > slo.ttft_ms
             self._knowledge.prices.count(Stage.PREFILL, slo.quantile, is_late, now_ns)
+        if made.failed:
+            return  # it is the time of several attempts, and nobody's own
         self._knowledge.residuals.observe(
             made.kind,
             bucket_of(made.query.num_prompt_tokens),
@@ -144,7 +151,7 @@ class Feedback:
         """Credits both legs. Not before the end: only then is it known who computed the prompt."""
         for ref in {made.prefill, made.decode}:
             view = self._view(ref)
-            if view is not None and ref.instance_id != outcome.failed_instance:
+            if view is not None and ref.instance_id not in made.failed:
                 view.breaker.succeeded(now_ns)
         query, slo = made.query, made.query.slo
         if outcome.num_output_tokens:
@@ -171,8 +178,8 @@ class Feedback:
 
     def _blame(self, made: OpenDecision | None, failed: InstanceId, now_ns: int) -> None:
         """Only the epoch that failed: whoever restarted meanwhile is not to blame."""
-        legs = (made.prefill, made.decode) if made is not None else ()
-        ref = next((leg for leg in legs if leg.instance_id == failed), None)
+        legs = (made.prefill, made.decode, made.decision.alternate) if made is not None else ()
+        ref = next((leg for leg in legs if leg is not None and leg.instance_id == failed), None)
         view = self._state.cluster.get(failed) if ref is None else self._view(ref)
         if view is not None:
             view.breaker.failed(now_ns)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from isthmus.common.ids import DecisionId
 from isthmus.common.logging import get_logger
 from isthmus.router.router import Router
-from isthmus.router.types import Outcome, OutcomeKind
+from isthmus.router.types import Outcome
 
 GRACE_S = 5.0
 _log = get_logger("router")
@@ -40,7 +40,7 @@ class OpenDecisions:
     def told(self, gateway_id: str, decision_id: DecisionId, outcome: Outcome) -> None:
         self._router.report(decision_id, outcome)
         gateway = self._gateways.get(gateway_id)
-        if gateway is not None and outcome.kind is not OutcomeKind.FIRST_TOKEN:
+        if gateway is not None and outcome.kind.is_end:
             gateway.open.pop(decision_id, None)
 
     def stream_begins(self, gateway_id: str) -> None:

@@ -1,8 +1,9 @@
 """How fast KV travels between two instances: by where they are, corrected by what was measured.
 
 Links are taken by class (same node, or farther), since one of hundreds of pairs is measured
-too rarely; a pair that was measured often enough goes by its own rate. A rate is an exponential
-mean of bytes per millisecond. Bounded: pairs beyond ``MAX_PAIRS`` stay with their class.
+too rarely; a pair that was measured often enough, or whose sender reports what it measures (see
+``kvtransfer.link``), goes by its own rate. A rate is an exponential mean of bytes per millisecond.
+Bounded: pairs beyond ``MAX_PAIRS`` stay with their class.
 """
 
 from __future__ import annotations
@@ -41,6 +42,15 @@ class _Rate:
         weight = max(SMOOTHING, 1.0 / (self.num_samples + 1))
         self.value += weight * (measured - self.value)
         self.num_samples += 1
+        return self._has_moved()
+
+    def replace(self, mean: float) -> bool:
+        """Takes another's mean for its own. True as for ``learn``."""
+        self.value = mean
+        self.num_samples = max(self.num_samples, ENOUGH)
+        return self._has_moved()
+
+    def _has_moved(self) -> bool:
         if abs(self.value - self.published) <= NOTABLE * self.published:
             return False
         self.published = self.value
@@ -74,6 +84,16 @@ class Links:
         if own is not None:
             has_moved = (own.learn(rate) and own.num_samples >= ENOUGH) or has_moved
         self.version += has_moved
+
+    def reported(self, source: InstanceInfo, target: InstanceInfo, bytes_per_ms: float) -> None:
+        """``source`` measures what it sends and keeps a mean of its own: that one counts."""
+        pair = source.instance_id, target.instance_id
+        own = self._pairs.get(pair)
+        if own is None:
+            if len(self._pairs) >= MAX_PAIRS:
+                return
+            own = self._pairs[pair] = _Rate(bytes_per_ms)
+        self.version += own.replace(bytes_per_ms)
 
     def forget(self, instance_id: InstanceId) -> None:
         """The instance is gone, or has restarted elsewhere."""

@@ -115,13 +115,12 @@ class LeastPredictedLoad:
         )
         if reason is not None:
             return [alone]
-        hand_over_ms = transfer_ms(decode)
         pairs = [
             Candidate(
                 decode,
                 prefill,
                 LocalPrefillReason.NONE,
-                rest_ms + prefill.ttft_ms + hand_over_ms,
+                rest_ms + prefill.ttft_ms + transfer_ms(decode, prefill.view),
             )
             for prefill in prefills
         ]

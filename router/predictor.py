@@ -26,7 +26,7 @@ FACTOR_SMOOTHING = 0.1
 FACTOR_RANGE = (0.2, 5.0)
 RATIO_FLOOR_MS = 10.0  # constant overheads must not read as a slow instance when times are tiny
 TRANSFER_SETUP_MS = 2.0
-TRANSFER_BYTES_PER_MS = 1e6  # 1 GB/s: a modest link; chunks travel while later ones compute
+UNMEASURED_BYTES_PER_MS = 1e6  # 1 GB/s: a modest link; chunks travel while later ones compute
 
 
 @dataclass(slots=True)
@@ -200,10 +200,12 @@ def burden(
     )
 
 
-def transfer_ms(decode: DecodeOption) -> float:
-    """Time until the KV that ``decode`` lacks is there."""
+def transfer_ms(decode: DecodeOption, source: InstanceView | None = None) -> float:
+    """Time until the KV that ``decode`` lacks is there: over the link from ``source`` as it was
+    measured there, else over one of which nothing is known."""
     num_bytes = decode.uncached_tokens * decode.view.token_bytes
-    return TRANSFER_SETUP_MS + num_bytes / TRANSFER_BYTES_PER_MS
+    measured = source.link_bytes_per_ms.get(decode.view.instance_id) if source is not None else None
+    return TRANSFER_SETUP_MS + num_bytes / (measured or UNMEASURED_BYTES_PER_MS)
 
 
 def _corrected(now: float, then: float, predicted_ms: float, measured_ms: float) -> float:

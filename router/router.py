@@ -8,7 +8,7 @@ expires, so that a burst does not all go to whoever was idle in the last report.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from isthmus.common import metrics
@@ -66,7 +66,7 @@ class Router:
         self._turn = 0
         self.state = RouterState(config, clock)
         self.log = DecisionLog()
-        self.knowledge = Knowledge()
+        self.knowledge = Knowledge(self.state.links)
         self.feedback = Feedback(self.state, self._predictor, self.knowledge)
         self.on_progress: Callable[[], None] | None = None
         self.state.on_news = self._progress
@@ -142,7 +142,8 @@ class Router:
             self.log.add(record.refused(error))
             raise error
         candidates = self._policy.rank(query, pool)
-        decision = self._commit(query, candidates, now_ns, RouteAction.ADMIT)
+        others = pool.prefills.get(candidates[0].decode.view.key, ())
+        decision = self._commit(query, candidates, now_ns, RouteAction.ADMIT, others)
         self.log.add(record.decided(decision, candidates))
         return decision
 
@@ -203,7 +204,12 @@ class Router:
         return Pool(prefills, decodes, local, self._config.min_remote_tokens)
 
     def _commit(
-        self, query: RouteQuery, candidates: list[Candidate], now_ns: int, action: RouteAction
+        self,
+        query: RouteQuery,
+        candidates: list[Candidate],
+        now_ns: int,
+        action: RouteAction,
+        others: Sequence[PrefillOption] = (),
     ) -> RouteDecision:
         chosen = candidates[0]
         decode, prefill = chosen.decode.view, chosen.prefill.view
@@ -213,7 +219,7 @@ class Router:
             action=action,
             decode=decode.info.ref,
             prefill=None if chosen.is_local else prefill.info.ref,
-            alternate=None if chosen.is_local else _alternate(candidates),
+            alternate=None if chosen.is_local else _alternate(candidates, others),
             local_reason=chosen.local_reason,
             cached_tokens=chosen.prefill.cached_tokens,
             predicted_ttft_ms=chosen.prefill.ttft_ms,
@@ -314,19 +320,16 @@ def _with_room(
     return roomy
 
 
-def _alternate(candidates: list[Candidate]) -> InstanceRef | None:
-    """Who else could compute the prompt for the first candidate's decode instance: the best."""
+def _alternate(candidates: list[Candidate], others: Sequence[PrefillOption]) -> InstanceRef | None:
+    """Who else could compute the prompt for the first candidate's decode instance: the policy's
+    next choice or, where it named no other, whoever of ``others`` would be quickest."""
     first = candidates[0]
-    return next(
-        (
-            other.prefill.view.info.ref
-            for other in candidates[1:]
-            if not other.is_local
-            and other.decode.view is first.decode.view
-            and other.prefill.view is not first.prefill.view
-        ),
-        None,
-    )
+    for other in candidates[1:]:
+        is_pair = other.decode.view is first.decode.view and not other.is_local
+        if is_pair and other.prefill.view is not first.prefill.view:
+            return other.prefill.view.info.ref
+    rest = [option for option in others if option.view is not first.prefill.view]
+    return min(rest, key=lambda option: option.ttft_ms).view.info.ref if rest else None
 
 
 def _preferred(

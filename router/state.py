@@ -18,6 +18,7 @@ from isthmus.common.logging import get_logger
 from isthmus.router.cluster_view import ClusterView, InstanceView
 from isthmus.router.kv_index import ApplyResult, KvIndex
 from isthmus.router.ledger import Ledger
+from isthmus.router.links import Links
 
 log = get_logger("router")
 
@@ -30,6 +31,7 @@ class RouterState:
         self.dirty: set[InstanceId] = set()  # views or pending loads that have changed
         self.membership_changed = True  # somebody came or went; whoever reads it clears it
         self.ledger = Ledger(config.reservation_ttl_ms, self.dirty)
+        self.links = Links()
         self.on_change: Callable[[], None] | None = None
         """Called whenever an instance came, changed, was doubted or went."""
         self.on_news: Callable[[], None] | None = None
@@ -52,6 +54,7 @@ class RouterState:
             self.membership_changed = True
             self.index.reset(info.instance_id, info.epoch)
             self.ledger.forget(info.instance_id)
+            self.links.forget(info.instance_id)
             log.info("instance joined", instance=info.instance_id, epoch=info.epoch)
         view = self.cluster.views[info.instance_id]
         if view.problem:
@@ -85,6 +88,7 @@ class RouterState:
         now_ns = self._clock.monotonic_ns()
         if self.cluster.take_report(report, now_ns) is None:
             return
+        self._learn_links(report)
         self.ledger.seen(report.instance_id, report.waiting_seqs + report.running_seqs, now_ns)
         if was_suspect:
             if was_heard:
@@ -92,6 +96,13 @@ class RouterState:
             self.publish()
         elif self.on_news is not None:
             self.on_news()
+
+    def _learn_links(self, report: LoadReport) -> None:
+        source = self.cluster.get(report.instance_id)
+        for link in report.links:
+            target = self.cluster.get(link.target_id)
+            if source is not None and target is not None:
+                self.links.reported(source.info, target.info, link.bytes_per_s / 1000)
 
     def kv_events(self, batch: KvEventBatch) -> ApplyResult:
         """Events of instances (or epochs) that are not in the view are stale by definition."""
@@ -125,5 +136,6 @@ class RouterState:
         self.membership_changed = True
         self.index.forget(view.instance_id)
         self.ledger.forget(view.instance_id)
+        self.links.forget(view.instance_id)
         self.publish()
         return True

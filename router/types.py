@@ -34,26 +34,35 @@ class RouteQuery:
 
 
 class OutcomeKind(Enum):
+    PREFILL_FAILED = "prefill_failed"  # the request goes on without that instance
     FIRST_TOKEN = "first_token"
     FINISHED = "finished"
     CANCELLED = "cancelled"  # the client's doing: blames nobody
     REFUSED = "refused"  # an instance was full or draining: it is well, but not now
     FAILED = "failed"
 
+    @property
+    def is_end(self) -> bool:
+        """Whether it ends the decision's reservation."""
+        return self not in (OutcomeKind.PREFILL_FAILED, OutcomeKind.FIRST_TOKEN)
+
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a decision. All kinds but FIRST_TOKEN end its reservation.
-
-    ``failed_instance`` may also come with FINISHED: the prefill instance failed, the decode
-    instance computed the prompt itself and the client noticed nothing.
-    """
+    """What became of a decision. PREFILL_FAILED and FIRST_TOKEN are on the way: all other kinds end
+    its reservation."""
 
     kind: OutcomeKind
     failed_instance: InstanceId | None = None
     tpot_ms: float | None = None
     timeline: Timeline | None = None  # for explanations
     num_output_tokens: int = 0  # of a FINISHED one; 0 = not told
+
+    @classmethod
+    def prefill_failed(cls, instance_id: InstanceId) -> Outcome:
+        """Another attempt follows, or the decode instance computes the prompt itself; the client
+        notices nothing but the time it takes."""
+        return cls(OutcomeKind.PREFILL_FAILED, instance_id)
 
     @classmethod
     def first_token(cls) -> Outcome:
@@ -63,11 +72,10 @@ class Outcome:
     def finished(
         cls,
         tpot_ms: float | None = None,
-        failed_instance: InstanceId | None = None,
         timeline: Timeline | None = None,
         num_output_tokens: int = 0,
     ) -> Outcome:
-        return cls(OutcomeKind.FINISHED, failed_instance, tpot_ms, timeline, num_output_tokens)
+        return cls(OutcomeKind.FINISHED, None, tpot_ms, timeline, num_output_tokens)
 
     @classmethod
     def cancelled(cls) -> Outcome:

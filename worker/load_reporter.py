@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
 from isthmus.common.clock import Clock
-from isthmus.common.cluster import LoadReport
+from isthmus.common.cluster import LinkRate, LoadReport
 from isthmus.common.types import InstanceRef
 from isthmus.engine.core import EngineCore
 from isthmus.worker.wakeup import Wakeup, wait_for_event
@@ -23,11 +23,12 @@ _HEARTBEAT_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class OutsideLoad:
-    """Load that the engine does not know of: requests waiting for blocks, bytes on their way."""
+    """What the engine does not know of: requests waiting for blocks, bytes on their way, links."""
 
     waiting_seqs: int = 0
     waiting_tokens: int = 0
     inflight_transfer_bytes: int = 0
+    links: tuple[LinkRate, ...] = ()
 
 
 class LoadReporter:
@@ -72,6 +73,7 @@ class LoadReporter:
             step_ms=load.step_ms,
             steps=load.steps,
             totals=load.totals,
+            links=outside.links,
         )
 
     async def follow(self, interval_ms: int) -> AsyncIterator[LoadReport]:

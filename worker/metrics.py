@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry, Gauge, ProcessCollector, start_
 
 from isthmus.common import metrics
 from isthmus.common.cluster import InstanceState, Role
+from isthmus.common.ids import InstanceId
 from isthmus.common.types import InstanceRef
 from isthmus.engine.core import EngineCore
 from isthmus.engine.types import EngineLoad, StepOutput
@@ -37,8 +38,13 @@ _EXPORTED = (
     metrics.TRANSFERS_OPEN,
     metrics.TRANSFER_BYTES,
     metrics.KV_EXPOSED,
+    metrics.LINK_RATE,
+    metrics.TRANSFERS_HOPELESS,
     metrics.CORRUPT_BLOCKS,
     metrics.PREFILL_FAILURES,
+    metrics.CANARY,
+    metrics.CANARY_MISMATCH,
+    metrics.CANARY_TOKENS,
     metrics.NOTIFICATIONS_IGNORED,
     metrics.HOLD_EXPIRED,
     metrics.ABORTED,
@@ -84,6 +90,8 @@ class InstanceMetrics:
         self._exposed = metrics.KV_EXPOSED.labels(*self._labels)
         self._expired = metrics.HOLD_EXPIRED.labels(*self._labels)
         self._corrupt = metrics.CORRUPT_BLOCKS.labels(*self._labels, connector)
+        self._hopeless = metrics.TRANSFERS_HOPELESS.labels(*self._labels, connector)
+        self._links: dict[InstanceId, Gauge] = {}
         self._bind_gauges(engine)
 
     def _bind_gauges(self, engine: EngineCore) -> None:
@@ -114,9 +122,19 @@ class InstanceMetrics:
     def hold_expired(self) -> None:
         self._expired.inc()
 
-    def prefill_failed(self, remedy: str, reason: str) -> None:
-        """``reason``: the error's code."""
-        metrics.PREFILL_FAILURES.labels(*self._labels, remedy, reason).inc()
+    def prefill_failed(self, policy: str, remedy: str, reason: str) -> None:
+        """``policy``: what the request's class asks for; ``remedy``: what was done; ``reason``: the
+        error's code."""
+        metrics.PREFILL_FAILURES.labels(*self._labels, policy, remedy, reason).inc()
+
+    def canary(self, result: str) -> None:
+        metrics.CANARY.labels(*self._labels, result).inc()
+
+    def canary_mismatch(self, prefill: InstanceId) -> None:
+        metrics.CANARY_MISMATCH.labels(*self._labels, prefill).inc()
+
+    def canary_computed(self, num_prompt_tokens: int) -> None:
+        metrics.CANARY_TOKENS.labels(*self._labels).inc(num_prompt_tokens)
 
     def kv_ready(self, exposed_s: float) -> None:
         """``exposed_s``: from the end of the last prefill step until the KV was complete."""
@@ -142,6 +160,18 @@ class InstanceMetrics:
 
     def notification_ignored(self, reason: Ignored) -> None:
         metrics.NOTIFICATIONS_IGNORED.labels(*self._labels, reason.value).inc()
+
+    def links_measured(self, bytes_per_s: Mapping[InstanceId, float]) -> None:
+        for peer in self._links.keys() - bytes_per_s.keys():
+            del self._links[peer]
+            metrics.LINK_RATE.remove(*self._labels, peer, self._connector)
+        for peer, rate in bytes_per_s.items():
+            if peer not in self._links:
+                self._links[peer] = metrics.LINK_RATE.labels(*self._labels, peer, self._connector)
+            self._links[peer].set(rate)
+
+    def hopeless(self) -> None:
+        self._hopeless.inc()
 
     def blocks_corrupt(self, num_blocks: int) -> None:
         self._corrupt.inc(num_blocks)

@@ -1,9 +1,12 @@
 """A connector with scripted faults around a real one. Deterministic: it counts writes and polls.
 
-A script is a list of ``WRITE:FAULT``, where WRITE counts this connector's writes with bytes from 0
-and ``N+`` means write N and all later ones; ``nixl|…`` wraps NIXL instead of the local connector::
+A script is a list of ``WRITE:FAULT``, where WRITE counts this connector's writes with bytes from
+0, ``N+`` means write N and all later ones, and ``N%M`` every M-th from N on; ``nixl|…`` wraps NIXL
+instead of the local connector::
 
-    2:fail, 5:delay=10, 7+:hang        nixl|0+:drop
+    2:fail, 5:delay=10, 7+:hang        nixl|0+:drop        nixl|50%100:fail
+
+Each fault is logged, with the head of the notification of the write it hits.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from enum import Enum
 import numpy as np
 
 from isthmus.common.errors import ConfigError, TransferError
+from isthmus.common.logging import get_logger
 from isthmus.kvtransfer.checksums import host_bytes
 from isthmus.kvtransfer.interface import (
     Connector,
@@ -27,6 +31,9 @@ from isthmus.kvtransfer.interface import (
 )
 
 _FLIP_SEARCH_BYTES = 16 * 2**20
+_HEAD_BYTES = 32  # tells which transfer and chunk it was
+
+log = get_logger("fake")
 
 
 class FaultKind(Enum):
@@ -46,9 +53,12 @@ class Fault:
     kind: FaultKind
     is_open_ended: bool = False
     num_polls: int = 1
+    period: int = 1  # of an open-ended one
 
     def hits(self, write: int) -> bool:
-        return write == self.first_write or (self.is_open_ended and write > self.first_write)
+        if not self.is_open_ended:
+            return write == self.first_write
+        return write >= self.first_write and (write - self.first_write) % self.period == 0
 
 
 def parse_script(script: str) -> tuple[str, tuple[Fault, ...]]:
@@ -63,20 +73,29 @@ def parse_script(script: str) -> tuple[str, tuple[Fault, ...]]:
 def _parse_fault(item: str) -> Fault:
     write, _, fault = item.partition(":")
     kind, _, polls = fault.partition("=")
+    first, percent, period = write.removesuffix("+").partition("%")
     try:
         return Fault(
-            first_write=int(write.removesuffix("+")),
+            first_write=int(first),
             kind=FaultKind(kind),
-            is_open_ended=write.endswith("+"),
+            is_open_ended=write.endswith("+") or bool(percent),
             num_polls=int(polls or 1),
+            period=_positive(period or "1"),
         )
     except ValueError as error:
         known = ", ".join(kind.value for kind in FaultKind)
         raise ConfigError(
-            f"transfer.fault_script: cannot read '{item}', expected WRITE[+]:FAULT[=POLLS] with a "
-            f"fault of {known}",
+            f"transfer.fault_script: cannot read '{item}', expected WRITE[+|%PERIOD]:FAULT[=POLLS] "
+            f"with a fault of {known}",
             stage="config",
         ) from error
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise ValueError(text)
+    return number
 
 
 @dataclass(slots=True)
@@ -126,6 +145,7 @@ class FakeConnector:
         if fault is None:
             self._plain[handle] = self._inner.post_write(peer, ops, notification)
             return handle
+        log.info("fault", kind=fault.kind.value, head=notification[:_HEAD_BYTES].hex())
         if fault.kind is FaultKind.REFUSE:
             raise TransferError("refused by script", stage="transfer")
         write = _Scripted(peer, tuple(ops), notification, fault.kind, fault.num_polls)

@@ -73,7 +73,7 @@ class ErrorDetail(_message.Message):
     def __init__(self, code: _Optional[str] = ..., message: _Optional[str] = ..., stage: _Optional[str] = ..., retryable: _Optional[bool] = ..., instance_id: _Optional[str] = ..., retry_after_ms: _Optional[int] = ..., param: _Optional[str] = ..., reason: _Optional[str] = ..., predicted_ms: _Optional[float] = ..., limit_ms: _Optional[float] = ...) -> None: ...
 
 class Slo(_message.Message):
-    __slots__ = ("class_name", "ttft_ms", "tpot_ms", "e2e_ms", "quantile", "weight", "is_strict")
+    __slots__ = ("class_name", "ttft_ms", "tpot_ms", "e2e_ms", "quantile", "weight", "is_strict", "on_failure")
     CLASS_NAME_FIELD_NUMBER: _ClassVar[int]
     TTFT_MS_FIELD_NUMBER: _ClassVar[int]
     TPOT_MS_FIELD_NUMBER: _ClassVar[int]
@@ -81,6 +81,7 @@ class Slo(_message.Message):
     QUANTILE_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
     IS_STRICT_FIELD_NUMBER: _ClassVar[int]
+    ON_FAILURE_FIELD_NUMBER: _ClassVar[int]
     class_name: str
     ttft_ms: float
     tpot_ms: float
@@ -88,7 +89,8 @@ class Slo(_message.Message):
     quantile: float
     weight: float
     is_strict: bool
-    def __init__(self, class_name: _Optional[str] = ..., ttft_ms: _Optional[float] = ..., tpot_ms: _Optional[float] = ..., e2e_ms: _Optional[float] = ..., quantile: _Optional[float] = ..., weight: _Optional[float] = ..., is_strict: _Optional[bool] = ...) -> None: ...
+    on_failure: str
+    def __init__(self, class_name: _Optional[str] = ..., ttft_ms: _Optional[float] = ..., tpot_ms: _Optional[float] = ..., e2e_ms: _Optional[float] = ..., quantile: _Optional[float] = ..., weight: _Optional[float] = ..., is_strict: _Optional[bool] = ..., on_failure: _Optional[str] = ...) -> None: ...
 
 class LogitBias(_message.Message):
     __slots__ = ("token_id", "bias")
@@ -328,8 +330,16 @@ class StepTotals(_message.Message):
     decode_ms: float
     def __init__(self, prefill_steps: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., prefill_pairs: _Optional[float] = ..., beside_seqs: _Optional[int] = ..., beside_context: _Optional[int] = ..., prefill_ms: _Optional[float] = ..., decode_steps: _Optional[int] = ..., decode_seqs: _Optional[int] = ..., decode_context: _Optional[int] = ..., decode_ms: _Optional[float] = ...) -> None: ...
 
+class LinkRate(_message.Message):
+    __slots__ = ("target_id", "bytes_per_s")
+    TARGET_ID_FIELD_NUMBER: _ClassVar[int]
+    BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    target_id: str
+    bytes_per_s: float
+    def __init__(self, target_id: _Optional[str] = ..., bytes_per_s: _Optional[float] = ...) -> None: ...
+
 class LoadReport(_message.Message):
-    __slots__ = ("instance_id", "epoch", "seq", "at_unix_ns", "waiting_seqs", "waiting_tokens", "oldest_wait_ms", "running_seqs", "running_context_tokens", "num_blocks", "free_blocks", "held_blocks", "cached_blocks", "inflight_transfer_bytes", "step_ms", "steps", "totals")
+    __slots__ = ("instance_id", "epoch", "seq", "at_unix_ns", "waiting_seqs", "waiting_tokens", "oldest_wait_ms", "running_seqs", "running_context_tokens", "num_blocks", "free_blocks", "held_blocks", "cached_blocks", "inflight_transfer_bytes", "step_ms", "steps", "totals", "links")
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     SEQ_FIELD_NUMBER: _ClassVar[int]
@@ -347,6 +357,7 @@ class LoadReport(_message.Message):
     STEP_MS_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
     TOTALS_FIELD_NUMBER: _ClassVar[int]
+    LINKS_FIELD_NUMBER: _ClassVar[int]
     instance_id: str
     epoch: int
     seq: int
@@ -364,7 +375,8 @@ class LoadReport(_message.Message):
     step_ms: float
     steps: int
     totals: StepTotals
-    def __init__(self, instance_id: _Optional[str] = ..., epoch: _Optional[int] = ..., seq: _Optional[int] = ..., at_unix_ns: _Optional[int] = ..., waiting_seqs: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., oldest_wait_ms: _Optional[float] = ..., running_seqs: _Optional[int] = ..., running_context_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., held_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., inflight_transfer_bytes: _Optional[int] = ..., step_ms: _Optional[float] = ..., steps: _Optional[int] = ..., totals: _Optional[_Union[StepTotals, _Mapping]] = ...) -> None: ...
+    links: _containers.RepeatedCompositeFieldContainer[LinkRate]
+    def __init__(self, instance_id: _Optional[str] = ..., epoch: _Optional[int] = ..., seq: _Optional[int] = ..., at_unix_ns: _Optional[int] = ..., waiting_seqs: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., oldest_wait_ms: _Optional[float] = ..., running_seqs: _Optional[int] = ..., running_context_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., held_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., inflight_transfer_bytes: _Optional[int] = ..., step_ms: _Optional[float] = ..., steps: _Optional[int] = ..., totals: _Optional[_Union[StepTotals, _Mapping]] = ..., links: _Optional[_Iterable[_Union[LinkRate, _Mapping]]] = ...) -> None: ...
 
 class KvEvent(_message.Message):
     __slots__ = ("kind", "hashes")

@@ -33,12 +33,14 @@ class GenerateRequest(_message.Message):
     def __init__(self, submit: _Optional[_Union[Submit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ...) -> None: ...
 
 class Started(_message.Message):
-    __slots__ = ("request_id", "num_cached_tokens")
+    __slots__ = ("request_id", "num_cached_tokens", "failed_prefills")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FAILED_PREFILLS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     num_cached_tokens: int
-    def __init__(self, request_id: _Optional[str] = ..., num_cached_tokens: _Optional[int] = ...) -> None: ...
+    failed_prefills: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, request_id: _Optional[str] = ..., num_cached_tokens: _Optional[int] = ..., failed_prefills: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class TokenDelta(_message.Message):
     __slots__ = ("request_id", "token_ids", "logprobs", "prompt_logprobs", "timeline")
@@ -55,7 +57,7 @@ class TokenDelta(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprob, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprob, _Mapping]]] = ..., timeline: _Optional[_Union[_common_pb2.Timeline, _Mapping]] = ...) -> None: ...
 
 class Finished(_message.Message):
-    __slots__ = ("request_id", "reason", "stop_token_id", "usage", "timeline", "local_reason", "transferred_bytes", "failed_prefill")
+    __slots__ = ("request_id", "reason", "stop_token_id", "usage", "timeline", "local_reason", "transferred_bytes", "failed_prefills")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     STOP_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
@@ -63,7 +65,7 @@ class Finished(_message.Message):
     TIMELINE_FIELD_NUMBER: _ClassVar[int]
     LOCAL_REASON_FIELD_NUMBER: _ClassVar[int]
     TRANSFERRED_BYTES_FIELD_NUMBER: _ClassVar[int]
-    FAILED_PREFILL_FIELD_NUMBER: _ClassVar[int]
+    FAILED_PREFILLS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     reason: _common_pb2.FinishReason
     stop_token_id: int
@@ -71,8 +73,8 @@ class Finished(_message.Message):
     timeline: _common_pb2.Timeline
     local_reason: str
     transferred_bytes: int
-    failed_prefill: str
-    def __init__(self, request_id: _Optional[str] = ..., reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., stop_token_id: _Optional[int] = ..., usage: _Optional[_Union[_common_pb2.Usage, _Mapping]] = ..., timeline: _Optional[_Union[_common_pb2.Timeline, _Mapping]] = ..., local_reason: _Optional[str] = ..., transferred_bytes: _Optional[int] = ..., failed_prefill: _Optional[str] = ...) -> None: ...
+    failed_prefills: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, request_id: _Optional[str] = ..., reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., stop_token_id: _Optional[int] = ..., usage: _Optional[_Union[_common_pb2.Usage, _Mapping]] = ..., timeline: _Optional[_Union[_common_pb2.Timeline, _Mapping]] = ..., local_reason: _Optional[str] = ..., transferred_bytes: _Optional[int] = ..., failed_prefills: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Failed(_message.Message):
     __slots__ = ("request_id", "error", "failed_instance")

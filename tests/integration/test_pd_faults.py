@@ -210,9 +210,9 @@ async def run_with_alternate(
     return answer, alternate
 
 
-def remedies(reason: str) -> dict[str, float]:
+def remedies(reason: str, policy: str = "reprefill") -> dict[str, float]:
     return {
-        remedy: PREFILL_FAILURES.labels("decode", "decode-0", remedy, reason)._value.get()
+        remedy: PREFILL_FAILURES.labels("decode", "decode-0", policy, remedy, reason)._value.get()
         for remedy in ("fail", "reprefill", "recompute")
     }
 
@@ -224,7 +224,9 @@ async def test_another_prefill_instance_is_asked_before_the_prompt_is_computed_h
         assert answer.finished is not None, answer.failed
         assert answer.tokens == (await pair.local(max_tokens=9)).tokens
         assert answer.finished.local_reason == "none"
-        assert answer.finished.failed_prefill == "prefill-0"
+        assert list(answer.finished.failed_prefills) == ["prefill-0"]
+        assert answer.started is not None
+        assert list(answer.started.failed_prefills) == ["prefill-0"]
         assert remedies("transfer_failed") == {**before, "reprefill": before["reprefill"] + 1}
         await pair.wait_idle()
         await wait_idle(alternate)
@@ -236,7 +238,7 @@ async def test_when_the_other_fails_too_the_prompt_is_computed_here() -> None:
         answer, alternate = await run_with_alternate(pair, "0:flip,2:refuse")
         assert_fell_back(answer, await pair.local(max_tokens=9))
         assert answer.finished is not None
-        assert answer.finished.failed_prefill == "prefill-0"
+        assert list(answer.finished.failed_prefills) == ["prefill-0", "prefill-1"]
         assert remedies("transfer_failed")["reprefill"] == before["reprefill"] + 1
         assert remedies("transfer_failed")["recompute"] == before["recompute"]
         await pair.wait_idle()
@@ -253,7 +255,7 @@ async def test_after_the_first_token_nobody_else_is_asked() -> None:
 
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
 async def test_the_operator_may_want_no_second_attempt(policy: str) -> None:
-    before = remedies("transfer_failed")
+    before = remedies("transfer_failed", policy)
     async with start_pair(faulty("0+:refuse", on_failure=policy)) as pair:
         answer, alternate = await run_with_alternate(pair, "")
         if policy == "fail":
@@ -262,7 +264,7 @@ async def test_the_operator_may_want_no_second_attempt(policy: str) -> None:
             assert not answer.failed.error.retryable
         else:
             assert_fell_back(answer, await pair.local(max_tokens=9))
-        assert remedies("transfer_failed") == {**before, policy: before[policy] + 1}
+        assert remedies("transfer_failed", policy) == {**before, policy: before[policy] + 1}
         await pair.wait_idle()
         await wait_idle(alternate)
 

@@ -5,7 +5,14 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isthmus.common.cluster import InstanceInfo, InstanceState, LatencyModel, LoadReport, Role
+from isthmus.common.cluster import (
+    InstanceInfo,
+    InstanceState,
+    LatencyModel,
+    LinkRate,
+    LoadReport,
+    Role,
+)
 from isthmus.common.ids import BlockHash, InstanceId
 from isthmus.common.kv_events import BlocksRemoved, BlocksStored, CacheCleared, KvEventBatch
 from isthmus.common.kv_layout import KvLayout
@@ -70,6 +77,10 @@ LOADS = st.builds(
     inflight_transfer_bytes=COUNT,
     step_ms=FIGURE,
     steps=COUNT,
+    links=st.lists(
+        st.builds(LinkRate, target_id=st.text(max_size=9).map(InstanceId), bytes_per_s=FIGURE),
+        max_size=3,
+    ).map(tuple),
 )
 
 

@@ -5,7 +5,7 @@ Nothing runs by itself: ``drive`` sweeps both sides, ``clock`` moves only when t
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 
@@ -38,12 +38,20 @@ class RecordingObserver:
     ended: list[tuple[Side, str, int]] = field(default_factory=list)
     ignored: list[Ignored] = field(default_factory=list)
     num_corrupt: int = 0
+    num_hopeless: int = 0
+    bytes_per_s: Mapping[InstanceId, float] = field(default_factory=dict)
 
     def session_ended(self, side: Side, state: str, num_bytes: int, seconds: float) -> None:
         self.ended.append((side, state, num_bytes))
 
     def notification_ignored(self, reason: Ignored) -> None:
         self.ignored.append(reason)
+
+    def links_measured(self, bytes_per_s: Mapping[InstanceId, float]) -> None:
+        self.bytes_per_s = bytes_per_s
+
+    def hopeless(self) -> None:
+        self.num_hopeless += 1
 
     def blocks_corrupt(self, num_blocks: int) -> None:
         self.num_corrupt += num_blocks

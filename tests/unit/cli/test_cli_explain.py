@@ -28,7 +28,7 @@ def decided() -> DecisionRecord:
     decision = cluster.router.route(make_query(name="r-0.0", slo=GOLD, tenant="acme"))
     timeline = Timeline({Event.ARRIVED: 0, Event.TOKENISED: 2 * MS, Event.FIRST_FLUSH: 90 * MS})
     cluster.router.report(decision.decision_id, Outcome.first_token())
-    cluster.router.report(decision.decision_id, Outcome.finished(3.0, None, timeline))
+    cluster.router.report(decision.decision_id, Outcome.finished(3.0, timeline))
     return record_of(cluster)
 
 

@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 
 from isthmus.common import errors
-from isthmus.decode_worker.fallback import Remedy, can_fall_back, has_time, remedy_for, resumed
+from isthmus.common.types import Remedy
+from isthmus.decode_worker.fallback import can_fall_back, has_time, remedy_for, resumed
 from tests.support.engine_driver import make_prompt, make_request
 
 REQUEST = make_request("r", make_prompt(9), max_tokens=8, prompt_logprobs=1)

@@ -8,6 +8,7 @@ from isthmus.common.errors import ContextLengthError, InternalError, InvalidRequ
 from isthmus.common.types import FinishReason, Request
 from isthmus.engine.core import MAX_FAILED_STEPS, EngineCore
 from isthmus.engine.sequence import SeqStatus
+from isthmus.engine.types import SequenceMode
 from tests.support.engine_driver import Driver, Outcome, generate, make_prompt, make_request
 from tests.support.tiny_model import TinyModel, make_tiny_core
 
@@ -96,6 +97,23 @@ def test_prompt_that_is_wholly_cached_still_computes_its_last_token() -> None:
     (again,) = generate(core, make_request("again", make_prompt(32)))
     assert again.num_cached_tokens == 28
     assert again.token_ids == first.token_ids
+
+
+def test_a_private_sequence_neither_finds_nor_leaves_a_prefix() -> None:
+    core = make_tiny_core()
+    driver = Driver(core)
+    prompt = make_prompt(30)
+    core.add(make_request("own", make_prompt(21, salt=2)), SequenceMode.PRIVATE)
+    assert driver.run()["own"].token_ids
+    assert core.cached_hashes() == []
+    core.add(make_request("first", prompt))
+    first = driver.run()["first"]
+    known = set(core.cached_hashes())
+    core.add(make_request("again", prompt), SequenceMode.PRIVATE)
+    again = driver.run()["again"]
+    assert again.token_ids == first.token_ids
+    assert again.num_cached_tokens == 0
+    assert set(core.cached_hashes()) == known
 
 
 def test_cache_salt_keeps_tenants_apart() -> None:

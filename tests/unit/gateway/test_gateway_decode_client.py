@@ -37,7 +37,7 @@ class RecordingSink:
     def is_done(self) -> bool:
         return self.end is not None or self.error is not None
 
-    def on_started(self, num_cached_tokens: int) -> None:
+    def on_started(self, num_cached_tokens: int, failed_prefills: Sequence[str]) -> None:
         pass
 
     def on_timeline(self, timeline: Timeline) -> None:

@@ -95,6 +95,11 @@ def test_hanging_write_fails_when_its_peer_is_removed() -> None:
     ends.source.close()
 
 
+def test_a_periodic_fault_comes_again() -> None:
+    (fault,) = parse_script("2%3:fail")[1]
+    assert [write for write in range(10) if fault.hits(write)] == [2, 5, 8]
+
+
 def test_lone_notifications_are_not_counted_as_writes() -> None:
     ends = Ends("0:refuse")
     ends.source.release(ends.source.post_write(ends.peer, (), b"note"))
@@ -111,7 +116,9 @@ def test_script_is_read() -> None:
     assert parse_script("") == ("local", ())
 
 
-@pytest.mark.parametrize("script", ["x:fail", "1:explode", "1", "1:delay=soon", "ucx|1:fail"])
+@pytest.mark.parametrize(
+    "script", ["x:fail", "1:explode", "1", "1:delay=soon", "1%0:fail", "ucx|1:fail"]
+)
 def test_unreadable_script_is_a_configuration_error(script: str) -> None:
     with pytest.raises(ConfigError, match="fault_script"):
         parse_script(script)

@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from isthmus.common.clock import VirtualClock
-from isthmus.common.errors import IsthmusError, TransferTimeoutError
-from isthmus.kvtransfer.driver import ConnectorDriver, Outcome, Write
+from isthmus.common.errors import IsthmusError, TransferHopelessError, TransferTimeoutError
+from isthmus.kvtransfer import link
+from isthmus.kvtransfer.driver import ConnectorDriver
 from isthmus.kvtransfer.interface import (
     CopyOp,
     MemoryRegion,
@@ -17,6 +18,8 @@ from isthmus.kvtransfer.interface import (
     WriteHandle,
     WriteState,
 )
+from isthmus.kvtransfer.link import LEAST_SAMPLE_BYTES
+from isthmus.kvtransfer.writes import Outcome, Write
 from tests.support.poll import poll_until
 
 pytestmark = pytest.mark.asyncio
@@ -89,6 +92,7 @@ class ScriptedConnector:
 class Owner:
     def __init__(self) -> None:
         self.is_open = True
+        self.num_bytes_left = 0
 
     def write_ended(self, write: Write, outcome: Outcome, error: IsthmusError | None) -> None:
         raise AssertionError("telling the owner is the manager's part")
@@ -96,16 +100,32 @@ class Owner:
 
 class Rig:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, window: int) -> None:
-        monkeypatch.setattr("isthmus.kvtransfer.driver.WINDOW_BYTES", window)
+        monkeypatch.setattr("isthmus.kvtransfer.link.INITIAL_WINDOW_BYTES", window)
         self.clock = VirtualClock(0)
         self.connector = ScriptedConnector()
         self.driver = ConnectorDriver(self.connector, MemoryRegion(0, 1), self.clock)
         self.owner = Owner()
 
-    def submit(self, peer: PeerName = PEER, expires_ns: int = 10**9, size: int = SIZE) -> Write:
-        write = Write(peer, (CopyOp(0, 0, size),), b"n", expires_ns, self.owner)
+    def submit(
+        self,
+        peer: PeerName = PEER,
+        expires_ns: int = 10**9,
+        size: int = SIZE,
+        owner: Owner | None = None,
+    ) -> Write:
+        ops = (CopyOp(0, 0, size),) if size else ()
+        write = Write(peer, ops, b"n", expires_ns, owner or self.owner)
         self.driver.submit(write)
         return write
+
+    async def measure(self, bytes_per_ms: int) -> None:
+        """Lets one large write tell how fast the link to PEER is."""
+        size = max(LEAST_SAMPLE_BYTES, bytes_per_ms)
+        self.submit(size=size, expires_ns=10**15)
+        await self.driver.sweep()
+        self.clock.advance_ms(size / bytes_per_ms)
+        self.connector.finish()
+        await self.driver.sweep()
 
     async def ended(self) -> list[tuple[Write, Outcome]]:
         sweep = await self.driver.sweep()
@@ -218,6 +238,86 @@ async def test_waiting_write_is_dropped_at_its_deadline_or_when_unwanted(
     rig.owner.is_open = False
     assert await rig.ended() == [(unwanted, Outcome.NOT_POSTED)]
     assert len(rig.connector.posted) == 1
+    assert await rig.driver.close(5)
+
+
+async def test_the_nearest_deadline_goes_first_and_a_session_in_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig = Rig(monkeypatch, window=SIZE)
+    far, near = Owner(), Owner()
+    first = rig.submit(owner=far)
+    await rig.ended()
+    waiting = [rig.submit(expires_ns=9 * 10**8, owner=far) for _ in range(2)]
+    urgent = [rig.submit(expires_ns=5 * 10**8, owner=near) for _ in range(2)]
+    word = rig.submit(size=0)
+    order: list[Write] = []
+    while rig.driver.num_open_writes:
+        rig.connector.finish()
+        order += [write for write, _ in await rig.ended()]
+    assert order == [first, word, *urgent, *waiting]
+    assert await rig.driver.close(5)
+
+
+async def test_a_slow_link_has_a_small_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What may be in flight lands within half a second."""
+    rig = Rig(monkeypatch, window=SIZE)
+    await rig.measure(bytes_per_ms=4 * 2**20)
+    assert rig.driver.bytes_per_s(PEER) == pytest.approx(4 * 2**20 * 1000)
+    assert rig.driver.max_write_bytes(PEER) == link.MOST_WINDOW_BYTES // link.WRITES_IN_WINDOW
+    for _ in range(60):
+        await rig.measure(bytes_per_ms=4_000)
+    window = rig.driver.max_write_bytes(PEER) * link.WRITES_IN_WINDOW
+    assert window == pytest.approx(4_000 * 500, rel=0.01)
+    rig.connector.posted.clear()
+    for _ in range(8):
+        rig.submit(size=500_000, expires_ns=10**15)
+    await rig.ended()
+    assert len(rig.connector.posted) == 4
+    assert rig.driver.bytes_per_s(OTHER) is None
+    assert await rig.driver.close(5)
+
+
+async def test_what_cannot_arrive_in_time_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(monkeypatch, window=SIZE)
+    await rig.measure(bytes_per_ms=10_000)
+    rig.connector.posted.clear()
+    deadline_ns = rig.clock.monotonic_ns() + 10**9  # time for ten megabytes, or for twenty at best
+    in_vain, fine = Owner(), Owner()
+    in_vain.num_bytes_left = 21_000_000
+    fine.num_bytes_left = 9_000_000
+    dropped = rig.submit(expires_ns=deadline_ns, owner=in_vain)
+    rig.submit(expires_ns=deadline_ns, owner=fine)
+    sweep = await rig.driver.sweep()
+    assert [(write, outcome) for write, outcome, _ in sweep.ended] == [
+        (dropped, Outcome.NOT_POSTED)
+    ]
+    assert isinstance(sweep.ended[0][2], TransferHopelessError)
+    assert rig.connector.posted == [PEER]
+    rig.driver.check_in_time(PEER, 19_000_000, deadline_ns)
+    with pytest.raises(TransferHopelessError):
+        rig.driver.check_in_time(PEER, 21_000_000, deadline_ns)
+    assert await rig.driver.close(5)
+
+
+async def test_what_is_ahead_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two sessions that would each be in time alone: the one that comes second is given up."""
+    rig = Rig(monkeypatch, window=SIZE)
+    await rig.measure(bytes_per_ms=1_000)
+    now_ns = rig.clock.monotonic_ns()
+    near, far = Owner(), Owner()
+    rig.submit(size=1_500_000, expires_ns=now_ns + 10**9, owner=near)
+    second = rig.submit(size=1_500_000, expires_ns=now_ns + 10**9 + 1, owner=far)
+    assert [write for write, _ in await rig.ended()] == [second]
+    assert await rig.driver.close(5)
+
+
+async def test_the_estimate_goes_with_its_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(monkeypatch, window=SIZE)
+    await rig.measure(bytes_per_ms=10_000)
+    await rig.driver.remove_peer(PEER, 5)
+    await rig.driver.sweep()
+    assert rig.driver.bytes_per_s(PEER) is None
     assert await rig.driver.close(5)
 
 

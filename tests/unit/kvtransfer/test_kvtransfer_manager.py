@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from isthmus.common.clock import SystemClock
+from isthmus.common.clock import SystemClock, VirtualClock
 from isthmus.common.errors import (
     DeadlineError,
     HandshakeError,
@@ -17,10 +17,12 @@ from isthmus.common.errors import (
     LayoutMismatchError,
     StaleEpochError,
     TransferError,
+    TransferHopelessError,
     TransferTimeoutError,
 )
 from isthmus.common.ids import BlockId, InstanceId
 from isthmus.common.transfer import Checksum, TransferTicket
+from isthmus.kvtransfer.connectors.local import LocalFabric
 from isthmus.kvtransfer.interface import PeerName
 from isthmus.kvtransfer.notification import Flags, Notification
 from isthmus.kvtransfer.receive_session import Ignored, ReceiveState
@@ -241,12 +243,74 @@ async def test_many_transfers_share_a_pair_of_managers() -> None:
         pair.assert_idle()
 
 
+# --- links ---------------------------------------------------------------------------------------
+
+
+async def _measured(pair: TransferPair) -> None:
+    """One block in a tenth of a second."""
+    send, receive = pair.open([0])
+    send.push(0, blocks(7), is_last=True)
+    await pair.drive(1)
+    pair.clock.advance_ms(100)
+    await pair.drive()
+    assert receive.state is ReceiveState.COMPLETE
+
+
+async def test_a_link_is_measured_and_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("isthmus.kvtransfer.link.LEAST_SAMPLE_BYTES", 1)
+    async with transfer_pair("0:delay=2") as pair:
+        assert pair.prefill.manager.bytes_per_s() == {}
+        await _measured(pair)
+        rates = {pair.decode.ref.instance_id: pytest.approx(10 * LAYOUT.block_bytes)}
+        assert pair.prefill.manager.bytes_per_s() == rates
+        assert pair.prefill.observer.bytes_per_s == rates
+        await pair.prefill.manager.forget(pair.decode.ref.instance_id)
+        assert pair.prefill.observer.bytes_per_s == {}
+
+
+async def test_a_transfer_in_vain_is_refused_or_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten blocks a second are measured, so twenty are believed: eight take 0.4 s at best."""
+    monkeypatch.setattr("isthmus.kvtransfer.link.LEAST_SAMPLE_BYTES", 1)
+    async with transfer_pair("0:delay=2") as pair:
+        await _measured(pair)
+        with pytest.raises(TransferHopelessError):
+            pair.prefill.manager.open_send(pair.ticket(range(8), timeout_ms=300))
+        assert pair.prefill.observer.num_hopeless == 1
+        send, receive = pair.open(range(8), timeout_ms=1000)
+        pair.clock.advance_ms(500)
+        send.push(0, blocks(10, 11), is_last=False)
+        assert send.is_open  # six would go on: there is time for ten
+        pair.clock.advance_ms(250)
+        await pair.drive()
+        assert isinstance(send.error, TransferHopelessError)
+        assert pair.prefill.observer.num_hopeless == 2
+        assert receive.state is ReceiveState.FAILED  # told at once, not at the deadline
+        assert receive.is_quiescent
+        assert pair.prefill.observer.ended[-1] == ("send", "failed", 0)
+
+
+async def test_many_instances_may_meet_one_at_once() -> None:
+    clock, fabric = VirtualClock(10**18), LocalFabric()
+    prefill = TransferEnd("prefill-0", 1, fabric, clock)
+    decodes = [TransferEnd(f"decode-{number}", 1, fabric, clock) for number in range(64)]
+
+    async def meet(decode: TransferEnd) -> None:
+        answer = await prefill.manager.answer(decode.manager.offer())
+        await decode.manager.complete(answer)
+
+    try:
+        await asyncio.gather(*(meet(decode) for decode in decodes))
+        assert all(prefill.manager.knows(decode.ref) for decode in decodes)
+        assert all(decode.manager.knows(prefill.ref) for decode in decodes)
+    finally:
+        for end in (prefill, *decodes):
+            await end.manager.close()
+
+
 # --- running by itself, on real time -----------------------------------------------------------
 
 
 async def _start(script: str, deadline_ms: int) -> TransferPair:
-    from isthmus.kvtransfer.connectors.local import LocalFabric
-
     fabric, clock = LocalFabric(), SystemClock()
     config = CONFIG.model_copy(update={"deadline_ms": deadline_ms, "quarantine_ms": 20})
     ends = [

@@ -14,6 +14,7 @@ from isthmus.common.errors import (
     TransferTimeoutError,
 )
 from isthmus.kvtransfer.interface import PeerName
+from isthmus.kvtransfer.link import WRITES_IN_WINDOW
 from isthmus.kvtransfer.notification import Flags, Notification
 from isthmus.kvtransfer.receive_session import (
     RECEIVE_TRANSITIONS,
@@ -110,7 +111,8 @@ async def test_duplicate_notification_is_counted_and_changes_nothing() -> None:
 
 
 async def test_long_push_is_split_into_bounded_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("isthmus.kvtransfer.send_session.MAX_WRITE_BYTES", 2 * LAYOUT.block_bytes)
+    window = 2 * WRITES_IN_WINDOW * LAYOUT.block_bytes
+    monkeypatch.setattr("isthmus.kvtransfer.link.INITIAL_WINDOW_BYTES", window)
     async with transfer_pair() as pair:
         send, receive = pair.open(range(7))
         send.push(0, blocks(*range(10, 17)), is_last=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from isthmus.common.cluster import Role
 from isthmus.common.ids import InstanceId
 from isthmus.protos.convert import decision_from_pb, decision_to_pb
@@ -35,3 +37,15 @@ def test_a_prompt_computed_on_decode_has_no_alternate() -> None:
     decision = cluster.router.route(make_query(31))
     assert decision.prefill is None
     assert decision.alternate is None
+
+
+@pytest.mark.parametrize("policy", ["round_robin", "least_loaded"])
+def test_a_policy_that_ranks_no_second_pair_still_has_an_alternate(policy: str) -> None:
+    cluster = Cluster(3, 1, policy=policy)
+    cluster.report("p0", waiting_seqs=1, waiting_tokens=3_000)
+    decision = cluster.router.route(make_query())
+    assert decision.prefill is not None
+    assert decision.alternate is not None
+    assert decision.alternate.instance_id != decision.prefill.instance_id
+    busiest = InstanceId("p0")
+    assert decision.prefill.instance_id == busiest or decision.alternate.instance_id != busiest

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from isthmus.common.cluster import LatencyModel, Role
+from isthmus.common.cluster import LatencyModel, LinkRate, Role
 from isthmus.common.ids import InstanceId
 from isthmus.common.types import LocalPrefillReason, RouteDecision
 from isthmus.router import FilterReason, Outcome
@@ -246,6 +246,20 @@ def test_silent_instance_is_doubted_more_and_more() -> None:
     cluster.clock.advance_ms(5_000)
     cluster.report("d1", running_seqs=2, running_context_tokens=200)
     assert pair(cluster.router.route(make_query()))[1] == "d1"
+
+
+def test_a_link_that_was_measured_to_be_slow_is_avoided() -> None:
+    """Two equal pairs' worth of instances; from p0 everything goes ten thousand times slower."""
+    cluster = Cluster(2, 1)
+    slow = (LinkRate(InstanceId("d0"), 1e5),)
+    fast = (LinkRate(InstanceId("d0"), 5e9),)
+    for _ in range(4):
+        cluster.report("p0", links=slow)
+        cluster.report("p1", links=fast)
+        decision = cluster.router.route(make_query())
+        assert decision.prefill is not None
+        assert decision.prefill.instance_id == "p1"
+        cluster.router.report(decision.decision_id, Outcome.finished())
 
 
 def test_unrelated_prefixes_share_nothing() -> None:

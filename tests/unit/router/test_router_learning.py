@@ -233,3 +233,16 @@ def test_prediction_covers_again_within_a_minute_of_a_worker_slowed_to_half() ->
     for kind in (Kind.TTFT, Kind.TPOT):
         assert residuals.coverage(kind, 0.9)[0] >= 0.85
     world.router.state.ledger.check_integrity()
+
+
+def test_what_an_instance_reports_of_its_links_counts_at_once_and_goes_with_it() -> None:
+    links = Links()
+    near, far = make_info("p0", Role.PREFILL, node="a"), make_info("d0", Role.PREFILL, node="b")
+    before = links.version
+    links.reported(near, far, 5e5)
+    assert links.bytes_per_ms(near, far) == 5e5
+    assert links.version == before + 1
+    links.reported(near, far, 5.1e5)  # not worth making tables anew
+    assert links.version == before + 1
+    links.forget(far.instance_id)
+    assert links.bytes_per_ms(near, far) == FIRST_RATES[LinkClass.FAR]

@@ -185,10 +185,37 @@ def test_hidden_prefill_failure_counts_though_the_client_noticed_nothing() -> No
     cluster = Cluster(1, 1, breaker_failures=3)
     for number in range(3):
         decision = cluster.router.route(make_query(name=str(number)))
+        cluster.router.report(decision.decision_id, Outcome.prefill_failed(P0))
         cluster.router.report(decision.decision_id, Outcome.first_token())
-        cluster.router.report(decision.decision_id, Outcome.finished(failed_instance=P0))
+        cluster.router.report(decision.decision_id, Outcome.finished())
     assert breaker_of(cluster, "p0") == "open"
     assert breaker_of(cluster, "d0") == "closed"
+
+
+def test_each_prefill_instance_that_let_a_request_down_is_blamed() -> None:
+    cluster = Cluster(2, 1, breaker_failures=1)
+    decision = cluster.router.route(make_query())
+    assert decision.prefill is not None
+    assert decision.alternate is not None
+    for ref in (decision.prefill, decision.alternate):
+        cluster.router.report(decision.decision_id, Outcome.prefill_failed(ref.instance_id))
+    assert cluster.router.snapshot().num_reservations == 1  # the request goes on
+    cluster.router.report(decision.decision_id, Outcome.first_token())
+    cluster.router.report(decision.decision_id, Outcome.finished())
+    assert [breaker_of(cluster, name) for name in ("p0", "p1", "d0")] == ["open", "open", "closed"]
+    assert cluster.router.snapshot().num_reservations == 0
+
+
+def test_the_time_of_two_attempts_teaches_nothing_about_the_first() -> None:
+    cluster = Cluster(1, 1, breaker_failures=9)
+    view = cluster.router.cluster.get(P0)
+    assert view is not None
+    decision = cluster.router.route(make_query())
+    cluster.clock.advance_ms(60_000)
+    cluster.router.report(decision.decision_id, Outcome.prefill_failed(P0))
+    cluster.router.report(decision.decision_id, Outcome.first_token())
+    assert view.prefill_factor == 1.0
+    cluster.router.report(decision.decision_id, Outcome.finished())
 
 
 def test_restarted_instance_is_not_blamed_for_its_past() -> None:

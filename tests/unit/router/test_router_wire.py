@@ -53,8 +53,9 @@ def test_a_question_without_times_has_none_on_the_other_side() -> None:
 @pytest.mark.parametrize(
     "outcome",
     [
+        Outcome.prefill_failed(InstanceId("p0")),
         Outcome.first_token(),
-        Outcome.finished(12.5, InstanceId("p0"), Timeline({Event.ARRIVED: 5, Event.FINISHED: 9})),
+        Outcome.finished(12.5, Timeline({Event.ARRIVED: 5, Event.FINISHED: 9})),
         Outcome.cancelled(),
         Outcome.refused(),
         Outcome.failed(InstanceId("d0")),
@@ -80,7 +81,7 @@ def test_an_explanation_has_candidates_reasons_and_what_was_measured() -> None:
     cluster = Cluster(2, 2)
     decision = cluster.router.route(make_query(name="r-0.0", slo=Slo("gold", 100.0), tenant="t"))
     timeline = Timeline({Event.ARRIVED: 1, Event.FIRST_FLUSH: 3_000_001})
-    cluster.router.report(decision.decision_id, Outcome.finished(1.0, None, timeline))
+    cluster.router.report(decision.decision_id, Outcome.finished(1.0, timeline))
     (record,) = cluster.router.log.of_request("r")
     back = record_from_pb(record_to_pb(record))
     assert back.candidates == record.candidates

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from isthmus.common.clock import VirtualClock
-from isthmus.common.cluster import LoadReport
+from isthmus.common.cluster import LinkRate, LoadReport
 from isthmus.common.ids import InstanceId
 from isthmus.common.types import InstanceRef
 from isthmus.worker.load_reporter import LoadReporter, OutsideLoad
@@ -19,11 +19,13 @@ ME = InstanceRef(InstanceId("d"), 4, "127.0.0.1:1")
 def test_a_report_adds_what_the_engine_does_not_know() -> None:
     core = make_tiny_core()
     core.add(make_request("r", make_prompt(10)))
-    outside = OutsideLoad(waiting_seqs=2, waiting_tokens=30, inflight_transfer_bytes=99)
+    links = (LinkRate(InstanceId("e"), 2e9),)
+    outside = OutsideLoad(2, 30, inflight_transfer_bytes=99, links=links)
     reporter = LoadReporter(core, ME, VirtualClock(7), lambda: outside)
     first, second = reporter.report(), reporter.report()
     assert (first.waiting_seqs, first.waiting_tokens) == (3, 40)
     assert first.inflight_transfer_bytes == 99
+    assert first.links == links
     assert (first.instance_id, first.epoch, first.at_ns) == ("d", 4, 7)
     assert second.seq == first.seq + 1
 

@@ -52,3 +52,19 @@ def test_gauges_follow_the_pool_and_every_series_names_role_and_instance() -> No
     assert all('role="prefill"' in name for name in own)
     gateway = [name for name in series if name.startswith("isthmus_") and "instance=" not in name]
     assert gateway == []
+
+
+def test_links_come_and_go_with_their_peers() -> None:
+    me = InstanceRef(InstanceId("metrics-l"), 1, "")
+    metrics = InstanceMetrics(Role.PREFILL, me, "local", make_tiny_core(num_blocks=9))
+    near, far = InstanceId("near"), InstanceId("far")
+    server = MetricsServer("127.0.0.1")
+    try:
+        metrics.links_measured({near: 1e9, far: 2e6})
+        metrics.links_measured({near: 3e9})
+        series = scrape(server)
+    finally:
+        server.close()
+    links = {n: v for n, v in series.items() if "link_bytes" in n and "metrics-l" in n}
+    assert list(links.values()) == [3e9]
+    assert 'peer="near"' in next(iter(links))
