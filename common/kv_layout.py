@@ -103,6 +103,12 @@ class KvLayout:
         return self.num_layers * self.layer_bytes
 
     @property
+    def instance_token_bytes(self) -> int:
+        """KV of one token on all ranks of the instance, which is what a transfer to it moves."""
+        num_heads = max(self.model_kv_heads, self.tp_size)  # each copy of a head counts
+        return self.block_bytes // self.num_kv_heads * num_heads // self.block_size
+
+    @property
     def compat_hash(self) -> str:
         """Digest of the fields that two ends must agree on. How tokens are cut into blocks and
         heads are dealt to ranks is each end's own affair: copies are planned between any two."""

@@ -81,7 +81,7 @@ class ModelRunner:
 
     def forward(self, step: StepInput, counter: LayerCounter | None) -> torch.Tensor:
         logits = self._model.forward(forward_batch(step), self._kv_store.tensor, counter)
-        if counter is not None:  # of several ranks nothing is known before
+        if counter is not None:  # of several ranks on a GPU nothing is known before
             counter.mark(self._kv_store.layout.num_layers)
         return logits
 

@@ -59,7 +59,7 @@ class InstanceView:
     @classmethod
     def of(cls, info: InstanceInfo, breaker: Breaker) -> InstanceView:
         longest = min(info.max_model_len, info.num_blocks * info.block_size) - 1
-        token_bytes = info.kv_layout.block_bytes // info.block_size
+        token_bytes = info.kv_layout.instance_token_bytes
         learned = LearnedLatency(info.latency)
         key, block_size = compat_key(info), info.block_size
         return cls(info, breaker, key, block_size, longest, token_bytes, learned)

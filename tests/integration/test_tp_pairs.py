@@ -99,8 +99,7 @@ async def serve(fleet: Fleet, source: int, target: int) -> None:
             assert answer.finished is not None, answer.failed
             assert answer.finished.local_reason == "none"
             layout = decode.kv_layout
-            heads = max(layout.model_kv_heads, layout.tp_size)  # copies are sent as well
-            whole = layout.block_bytes // layout.num_kv_heads * heads
+            whole = layout.instance_token_bytes * layout.block_size
             assert answer.finished.transferred_bytes == -(-length // layout.block_size) * whole
             alone = make_request(prompt, max_tokens=6, cache_salt=f"{name} alone")
             assert answer.tokens == (await stream.run(alone, None)).tokens
