@@ -33,7 +33,8 @@ GOODPUT_RATIO = Gauge(
 )
 ADMISSION = Counter(
     "isthmus_admission",
-    "Requests by what was decided (admit, queue, degrade, reject) and why",
+    "Requests by what was decided (admit: at once; queue: after a wait; degrade: served, though a "
+    "target cannot be met; reject) and why",
     ["slo_class", "decision", "reason"],
 )
 PREDICTED_TTFT = Histogram(

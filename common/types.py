@@ -99,7 +99,6 @@ class Request:
     deadline_ns: int
     slo: Slo = field(default_factory=Slo)
     tenant: str = ""
-    priority: int = 0
     cache_salt: str = ""
     num_resumed_tokens: int = 0
 

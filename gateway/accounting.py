@@ -11,10 +11,10 @@ from isthmus.common.clock import NS_PER_MS, Clock
 from isthmus.common.errors import IsthmusError
 from isthmus.common.logging import get_logger
 from isthmus.common.timeline import STAGES, Event
-from isthmus.common.types import LocalPrefillReason, RouteDecision
+from isthmus.common.types import LocalPrefillReason, RouteAction, RouteDecision
 from isthmus.gateway.class_metrics import metrics_of
 from isthmus.gateway.goodput import GoodputWindow
-from isthmus.gateway.measured import has_missed_target, measure, spans_of
+from isthmus.gateway.measured import has_missed_target, measure, num_cached_tokens, spans_of
 
 if TYPE_CHECKING:
     from isthmus.gateway.exchange import Exchange
@@ -22,6 +22,12 @@ if TYPE_CHECKING:
 MS_PER_S = 1000
 # Looked up once: a label costs as much as an observation.
 _STAGES = {stage: metrics.STAGE.labels(stage=stage) for stage in STAGES}
+_REASONS = {
+    RouteAction.ADMIT: "at_once",
+    RouteAction.QUEUE: "after_wait",
+    RouteAction.DEGRADE: "late",  # best effort: served, though a target cannot be met
+    RouteAction.REJECT: "refused",
+}
 _log = get_logger("request")
 
 
@@ -120,7 +126,7 @@ class Accounting:
             return
         decision = exchange.choices[0].decision
         if decision is not None:
-            self._offer.count_decision(decision.action.value, decision.local_reason.value)
+            self._offer.count_decision(decision.action.value, _REASONS[decision.action])
             of_class = metrics_of(self._offer.slo_class)
             of_class.predicted_ttft.observe(decision.predicted_ttft_ms / MS_PER_S)
             of_class.predicted_tpot.observe(decision.predicted_tpot_ms / MS_PER_S)
@@ -177,9 +183,3 @@ class Accounting:
             fields["stage"] = exchange.error.stage
             fields["error"] = exchange.error.message
         _log.info("request ended", **fields)
-
-
-def num_cached_tokens(exchange: Exchange) -> int:
-    """Of every prompt once, as the first of its choices saw it."""
-    firsts = exchange.choices[:: exchange.plan.num_choices]
-    return sum(choice.num_cached_tokens for choice in firsts)

@@ -10,10 +10,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 from isthmus.common.types import FinishReason, TokenLogprob
-from isthmus.gateway.accounting import num_cached_tokens
 from isthmus.gateway.choice import Choice
 from isthmus.gateway.exchange import Exchange
-from isthmus.gateway.measured import service_report
+from isthmus.gateway.measured import num_cached_tokens, service_report
 from isthmus.gateway.plan import ChoiceDelta
 from isthmus.gateway.tokenizer import TextTokenizer
 

@@ -44,6 +44,12 @@ def measure(exchange: Exchange, now_ns: int) -> Measured:
     )
 
 
+def num_cached_tokens(exchange: Exchange) -> int:
+    """Of every prompt once, as the first of its choices saw it."""
+    firsts = exchange.choices[:: exchange.plan.num_choices]
+    return sum(choice.num_cached_tokens for choice in firsts)
+
+
 def has_missed_target(exchange: Exchange, now_ns: int) -> bool:
     """Whether a request that did not finish had missed a target when it ended."""
     measured = measure(exchange, now_ns)
@@ -51,9 +57,16 @@ def has_missed_target(exchange: Exchange, now_ns: int) -> bool:
 
 
 def service_report(exchange: Exchange, now_ns: int) -> dict[str, Any]:
-    """The extension of ``usage``: what was promised, what was measured, whether it was kept."""
+    """The extension of ``usage``: what was promised, what was measured, whether it was kept.
+
+    ``queue_ms``: from the request's being ready to be sent to the begin of its computation.
+    """
     slo, measured = exchange.plan.slo, measure(exchange, now_ns)
-    queue_s = spans_of(exchange).get("queue")
+    first = exchange.choices[0]
+    timeline = Timeline()
+    timeline.merge(exchange.timeline)
+    timeline.merge(first.timeline)
+    queue_s = timeline.seconds(Event.TOKENISED, Event.SCHEDULED)
     return {
         "slo_class": slo.class_name,
         "target_ttft_ms": slo.ttft_ms,
@@ -63,6 +76,8 @@ def service_report(exchange: Exchange, now_ns: int) -> dict[str, Any]:
         "tpot_ms": _rounded(measured.tpot_ms),
         "e2e_ms": _rounded(measured.e2e_ms),
         "queue_ms": None if queue_s is None else round(MS_PER_S * queue_s, 3),
+        "cached_tokens": num_cached_tokens(exchange),
+        "admission": first.decision.action.value if first.decision is not None else None,
         "good": judge(slo, measured) is Verdict.GOOD,
     }
 

@@ -197,7 +197,6 @@ def request_to_pb(request: Request) -> pb.Request:
         timeout_ms=ms_left(request.deadline_ns),
         slo=slo_to_pb(request.slo),
         tenant=request.tenant,
-        priority=request.priority,
         cache_salt=request.cache_salt,
         num_resumed_tokens=request.num_resumed_tokens,
     )
@@ -216,7 +215,6 @@ def request_from_pb(message: pb.Request) -> Request:
         deadline_ns=instant_after(message.timeout_ms),
         slo=slo_from_pb(message.slo),
         tenant=message.tenant,
-        priority=message.priority,
         cache_salt=message.cache_salt,
         num_resumed_tokens=message.num_resumed_tokens,
     )

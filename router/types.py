@@ -23,7 +23,6 @@ class RouteQuery:
     num_prompt_tokens: int
     hash_chains: tuple[HashChain, ...] = ()
     slo: Slo = field(default_factory=Slo)
-    priority: int = 0
     tenant: str = ""
     max_output_tokens: int = 16
     arrival_ns: int = 0

@@ -148,6 +148,7 @@ def _headers(request: Request, exchange: Exchange) -> dict[str, str]:
         headers["x-isthmus-predicted-ttft-ms"] = f"{decision.predicted_ttft_ms:.3f}"
         headers["x-isthmus-predicted-tpot-ms"] = f"{decision.predicted_tpot_ms:.3f}"
         headers["x-isthmus-policy"] = decision.policy
+        headers["x-isthmus-admission"] = decision.action.value
     if decision is not None and decision.decode is not None:
         headers["x-isthmus-decode"] = decision.decode.instance_id
     if decision is not None and decision.prefill is not None:

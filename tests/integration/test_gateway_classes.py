@@ -96,6 +96,8 @@ async def test_the_official_client_is_told_what_was_promised_and_kept(
     assert report["target_ttft_ms"] == report["target_tpot_ms"] == HOUR_MS
     assert 0 < report["ttft_ms"] <= report["e2e_ms"]
     assert report["tpot_ms"] >= 0
+    assert report["admission"] == "admit"
+    assert report["cached_tokens"] == 0
     assert report["good"] is True
 
 
