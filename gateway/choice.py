@@ -123,6 +123,7 @@ class Choice:
         self._output = SequenceOutput(
             plan, prompt, self._sampling, services.tokenizer, services.clock
         )
+        self._num_resumed = 0  # tokens that had come before this decision
         self._request_id = RequestId("")
         self._hold: Hold | None = None
         self._asked: RequestId | None = None  # of the router, which has not answered yet
@@ -252,7 +253,8 @@ class Choice:
             whole.merge(self._owner.timeline)
             whole.merge(self.timeline)
             whole.mark(Event.FINISHED, self._services.clock.now_ns())
-            self._services.router.report_finished(self.decision, tpot_ms, whole)
+            num_tokens = len(self._output.token_ids) - self._num_resumed
+            self._services.router.report_finished(self.decision, tpot_ms, whole, num_tokens)
         self._owner.on_change(self)
 
     def _first_token(self) -> None:
@@ -278,6 +280,7 @@ class Choice:
 
     def _send(self, decision: RouteDecision) -> None:
         self.decision = decision
+        self._num_resumed = len(self._output.token_ids)
         self._failed_prefills.clear()
         self.timeline.mark(Event.ROUTED, self._services.clock.now_ns())
         self.local_reason = decision.local_reason

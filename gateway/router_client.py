@@ -92,9 +92,15 @@ class RouterClient:
         self._decider.report(decision.decision_id, Outcome.prefill_failed(failed))
 
     def report_finished(
-        self, decision: RouteDecision, tpot_ms: float | None, timeline: Timeline
+        self,
+        decision: RouteDecision,
+        tpot_ms: float | None,
+        timeline: Timeline,
+        num_output_tokens: int,
     ) -> None:
-        self._decider.report(decision.decision_id, Outcome.finished(tpot_ms, timeline))
+        """``num_output_tokens``: since this decision, which is what its kind of request costs."""
+        outcome = Outcome.finished(tpot_ms, timeline, num_output_tokens)
+        self._decider.report(decision.decision_id, outcome)
 
     def report_cancelled(self, decision: RouteDecision) -> None:
         self._decider.report(decision.decision_id, Outcome.cancelled())

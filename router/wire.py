@@ -85,6 +85,7 @@ def outcome_to_pb(decision_id: str, outcome: Outcome) -> pb.ReportOutcomeRequest
         timeline=timeline_to_pb(outcome.timeline) if outcome.timeline is not None else None,
         failed_instance=outcome.failed_instance or "",
         tpot_ms=outcome.tpot_ms,
+        num_output_tokens=outcome.num_output_tokens,
     )
 
 
@@ -95,6 +96,7 @@ def outcome_from_pb(message: pb.ReportOutcomeRequest) -> Outcome:
         failed_instance=InstanceId(message.failed_instance) if message.failed_instance else None,
         tpot_ms=message.tpot_ms if message.HasField("tpot_ms") else None,
         timeline=timeline_from_pb(message.timeline) if message.HasField("timeline") else None,
+        num_output_tokens=message.num_output_tokens,
     )
 
 

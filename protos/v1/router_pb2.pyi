@@ -106,7 +106,7 @@ class RerouteResponse(_message.Message):
     def __init__(self, decision: _Optional[_Union[RouteDecision, _Mapping]] = ...) -> None: ...
 
 class ReportOutcomeRequest(_message.Message):
-    __slots__ = ("decision_id", "outcome", "timeline", "failed_instance", "tpot_ms", "withdrawn_request_id", "gateway_id")
+    __slots__ = ("decision_id", "outcome", "timeline", "failed_instance", "tpot_ms", "withdrawn_request_id", "gateway_id", "num_output_tokens")
     DECISION_ID_FIELD_NUMBER: _ClassVar[int]
     OUTCOME_FIELD_NUMBER: _ClassVar[int]
     TIMELINE_FIELD_NUMBER: _ClassVar[int]
@@ -114,6 +114,7 @@ class ReportOutcomeRequest(_message.Message):
     TPOT_MS_FIELD_NUMBER: _ClassVar[int]
     WITHDRAWN_REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     GATEWAY_ID_FIELD_NUMBER: _ClassVar[int]
+    NUM_OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     decision_id: str
     outcome: str
     timeline: _common_pb2.Timeline
@@ -121,7 +122,8 @@ class ReportOutcomeRequest(_message.Message):
     tpot_ms: float
     withdrawn_request_id: str
     gateway_id: str
-    def __init__(self, decision_id: _Optional[str] = ..., outcome: _Optional[str] = ..., timeline: _Optional[_Union[_common_pb2.Timeline, _Mapping]] = ..., failed_instance: _Optional[str] = ..., tpot_ms: _Optional[float] = ..., withdrawn_request_id: _Optional[str] = ..., gateway_id: _Optional[str] = ...) -> None: ...
+    num_output_tokens: int
+    def __init__(self, decision_id: _Optional[str] = ..., outcome: _Optional[str] = ..., timeline: _Optional[_Union[_common_pb2.Timeline, _Mapping]] = ..., failed_instance: _Optional[str] = ..., tpot_ms: _Optional[float] = ..., withdrawn_request_id: _Optional[str] = ..., gateway_id: _Optional[str] = ..., num_output_tokens: _Optional[int] = ...) -> None: ...
 
 class ReportOutcomeResponse(_message.Message):
     __slots__ = ()

@@ -11,6 +11,8 @@ import pytest
 import pytest_asyncio
 
 from isthmus.common.config import ClusterConfig, GatewayConfig, RouterConfig
+from isthmus.common.ids import DecisionId
+from isthmus.router import Outcome, OutcomeKind
 from tests.support.fake_decode import FakeDecode, Script
 from tests.support.gateway_server import RunningGateway, running_gateway
 from tests.support.poll import poll_until
@@ -80,3 +82,23 @@ async def test_clients_that_leave_while_they_wait_leave_nothing_in_the_router(
         await asyncio.gather(*asking, return_exceptions=True)
         await poll_until(lambda: gateway.router.num_held == 0, 20)
     gate.set()
+
+
+@pytest.mark.asyncio
+async def test_the_router_learns_how_long_answers_are(
+    gateway: RunningGateway, fake: FakeDecode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake.script = lambda _: Script(gateway.ids("the one two"))
+    told: list[int] = []
+    report = gateway.router.report
+
+    def listen(decision_id: DecisionId, outcome: Outcome) -> None:
+        if outcome.kind is OutcomeKind.FINISHED:
+            told.append(outcome.num_output_tokens)
+        report(decision_id, outcome)
+
+    monkeypatch.setattr(gateway.router, "report", listen)
+    async with gateway.http() as client:
+        body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 3}
+        answer = await client.post("/v1/completions", json=body)
+    assert told == [answer.json()["usage"]["completion_tokens"]] == [3]

@@ -55,7 +55,7 @@ def test_a_question_without_times_has_none_on_the_other_side() -> None:
     [
         Outcome.prefill_failed(InstanceId("p0")),
         Outcome.first_token(),
-        Outcome.finished(12.5, Timeline({Event.ARRIVED: 5, Event.FINISHED: 9})),
+        Outcome.finished(12.5, Timeline({Event.ARRIVED: 5, Event.FINISHED: 9}), 40),
         Outcome.cancelled(),
         Outcome.refused(),
         Outcome.failed(InstanceId("d0")),
@@ -66,6 +66,7 @@ def test_an_outcome_keeps_its_meaning(outcome: Outcome) -> None:
     back = outcome_from_pb(outcome_to_pb("d", outcome))
     assert (back.kind, back.failed_instance) == (outcome.kind, outcome.failed_instance)
     assert back.tpot_ms == outcome.tpot_ms
+    assert back.num_output_tokens == outcome.num_output_tokens
     said, heard = outcome.timeline, back.timeline
     assert (said is None) == (heard is None)
     if said is not None and heard is not None:
