@@ -26,12 +26,12 @@ log = get_logger("kvtransfer")
 
 
 class _Owner:
-    """Stands for a session, which is the leader's: of one write."""
+    """Stands for a session, which is the leader's, while writes of it are open here."""
 
-    def __init__(self, number: int) -> None:
-        self.number = number
+    def __init__(self) -> None:
         self.is_open = True
-        self.num_bytes_left = 0  # beside what waits here: the leader knows
+        self.num_bytes_left = 0  # as of its last write
+        self.num_writes = 0
 
     def write_ended(self, write: Write, outcome: Outcome, error: IsthmusError | None) -> None:
         """Never called: the leader is told by the reply to its sweep."""
@@ -45,6 +45,7 @@ class PortServer:
         self._clock = clock
         self._port: LocalPort | None = None
         self._owners: dict[int, _Owner] = {}
+        self._numbers: dict[Write, tuple[int, int]] = {}  # of an open write and its owner
         self._answers: set[asyncio.Task[None]] = set()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -80,9 +81,8 @@ class PortServer:
             case wire.Submit():
                 self._submit(request)
             case wire.Withdraw():
-                for number in request.writes:
-                    if number in self._owners:
-                        self._owners[number].is_open = False
+                if request.owner in self._owners:
+                    self._owners[request.owner].is_open = False
             case wire.Wake():
                 self._opened.wake()
             case _:
@@ -90,21 +90,23 @@ class PortServer:
 
     def _submit(self, request: wire.Submit) -> None:
         port = self._opened
-        owner = self._owners[request.write] = _Owner(request.write)
+        owner = self._owners.setdefault(request.owner, _Owner())
+        owner.num_bytes_left = request.owner_bytes_left
+        owner.num_writes += 1
         content = None
         if request.content is not None:
             content = wire.unpack_content(request.content, port.endpoint.layout)
-        port.submit(
-            Write(
-                rank=port.endpoint.tp_rank,
-                peer=PeerName(request.peer),
-                ops=wire.unpack_copies(request.copies),
-                notification=request.notification,
-                content=content,
-                expires_ns=request.expires_ns,
-                owner=owner,
-            )
+        write = Write(
+            rank=port.endpoint.tp_rank,
+            peer=PeerName(request.peer),
+            ops=wire.unpack_copies(request.copies),
+            notification=request.notification,
+            content=content,
+            expires_ns=request.expires_ns,
+            owner=owner,
         )
+        self._numbers[write] = request.write, request.owner
+        port.submit(write)
 
     # --- calls with one ------------------------------------------------------------------------
 
@@ -157,10 +159,12 @@ class PortServer:
         sweep = await self._opened.sweep(patience_s)
         ended = []
         for write, outcome, error in sweep.ended:
-            assert isinstance(write.owner, _Owner)
-            del self._owners[write.owner.number]
-            detail = ErrorDetail.of(error) if error is not None else None
-            ended.append((write.owner.number, outcome, detail))
+            number, owner_number = self._numbers.pop(write)
+            owner = self._owners[owner_number]
+            owner.num_writes -= 1
+            if not owner.num_writes:
+                del self._owners[owner_number]
+            ended.append((number, outcome, ErrorDetail.of(error) if error is not None else None))
         return wire.Seen(
             ended=tuple(ended),
             notifications=tuple(sweep.notifications),

@@ -59,6 +59,8 @@ class Open(_Message, frozen=True, tag="open"):
 
 class Submit(_Message, frozen=True, tag="submit"):
     write: int
+    owner: int
+    owner_bytes_left: int
     peer: str
     copies: bytes
     notification: bytes
@@ -67,9 +69,9 @@ class Submit(_Message, frozen=True, tag="submit"):
 
 
 class Withdraw(_Message, frozen=True, tag="withdraw"):
-    """Their session has ended: what is not posted yet of these writes is not to be."""
+    """A session has ended: what is not posted yet of its writes is not to be."""
 
-    writes: tuple[int, ...]
+    owner: int
 
 
 class Wake(_Message, frozen=True, tag="wake"):

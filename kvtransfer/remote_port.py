@@ -8,6 +8,7 @@ FAILED, since any part of them may have landed, and whoever waits for it gets an
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from contextlib import suppress
 from typing import TypeVar
 
@@ -50,6 +51,8 @@ class RemotePort:
         self._calls: dict[int, asyncio.Future[wire.Result]] = {}
         self._writes: dict[int, Write] = {}
         self._open_bytes = 0
+        self._owners: dict[WriteOwner, int] = {}  # of these; numbered as their first is
+        self._num_of: Counter[WriteOwner] = Counter()  # how many of these each has
         self._unready: dict[int, Write] = {}  # of these; the follower has not been told yet
         self._lost: InstanceLostError | None = None
         self._opened: wire.Opened | None = None
@@ -105,6 +108,8 @@ class RemotePort:
         written, the follower is not told."""
         number = self._next_number()
         self._writes[number] = write
+        self._num_of[write.owner] += 1
+        self._owners.setdefault(write.owner, number)
         self._open_bytes += write.num_bytes
         if write.is_ready is None:
             self._send(number, write)
@@ -117,6 +122,8 @@ class RemotePort:
         self._tell(
             wire.Submit(
                 write=number,
+                owner=self._owners[write.owner],
+                owner_bytes_left=write.owner.num_bytes_left,
                 peer=write.peer,
                 copies=wire.pack_copies(Copies.of(write.ops)),
                 notification=write.notification,
@@ -126,9 +133,9 @@ class RemotePort:
         )
 
     def owner_ended(self, owner: WriteOwner) -> None:
-        numbers = tuple(number for number, write in self._writes.items() if write.owner is owner)
-        if numbers:
-            self._tell(wire.Withdraw(numbers))
+        number = self._owners.get(owner)
+        if number is not None:
+            self._tell(wire.Withdraw(number))
 
     def wake(self) -> None:
         self._tell(wire.Wake())
@@ -143,27 +150,33 @@ class RemotePort:
             seen = await self._answer(looking, wire.Seen)
         except InstanceLostError as error:
             sweep.error = error
-            sweep.ended += [(write, Outcome.FAILED, error) for write in self._writes.values()]
-            self._writes.clear()
             self._unready.clear()
-            self._open_bytes = 0
+            for number in list(self._writes):
+                sweep.ended.append((self._take(number), Outcome.FAILED, error))
             return sweep
         for number, outcome, detail in seen.ended:
-            write = self._writes.pop(number)
-            self._open_bytes -= write.num_bytes
-            sweep.ended.append((write, outcome, detail.to_error() if detail else None))
+            problem = detail.to_error() if detail is not None else None
+            sweep.ended.append((self._take(number), outcome, problem))
         sweep.notifications = [(PeerName(peer), payload) for peer, payload in seen.notifications]
         sweep.num_posted = seen.num_posted
         if seen.error:
             sweep.error = TransferError(f"rank {self._rank}: {seen.error}", stage="transfer")
         return sweep
 
+    def _take(self, number: int) -> Write:
+        """A write that has ended."""
+        write = self._writes.pop(number)
+        self._open_bytes -= write.num_bytes
+        self._num_of[write.owner] -= 1
+        if not self._num_of[write.owner]:
+            del self._num_of[write.owner], self._owners[write.owner]
+        return write
+
     def _send_ready(self, sweep: Sweep) -> None:
         for number, write in list(self._unready.items()):
             if not write.owner.is_open:
                 ended = TransferError("the session ended before the write", stage="transfer")
-                sweep.ended.append((write, Outcome.NOT_POSTED, ended))
-                self._open_bytes -= self._writes.pop(number).num_bytes
+                sweep.ended.append((self._take(number), Outcome.NOT_POSTED, ended))
             elif write.is_ready is not None and write.is_ready():
                 self._send(number, write)
             else:

@@ -142,12 +142,15 @@ class SendSession:
 
     @property
     def num_bytes_left(self) -> int:
-        """Of the whole ticket, as far as the blocks pushed so far tell what one takes."""
+        """Of the whole ticket on the route that has most of it (they carry it side by side), as far
+        as the blocks pushed so far tell what one takes."""
+        sizes = [route.layer_bytes for route in self._routes]
         num_pushed = sum(self._next_index)  # blocks × layers
         num_wanted = self.ticket.num_blocks * len(self._next_index)
         if not num_pushed:
-            return num_wanted * sum(route.layer_bytes for route in self._routes)
-        return self._pushed_bytes * num_wanted // num_pushed - self.num_bytes
+            return num_wanted * max(sizes)
+        num_left = self._pushed_bytes * num_wanted // num_pushed - self.num_bytes
+        return num_left * max(sizes) // sum(sizes)
 
     @property
     def is_quiet(self) -> bool:

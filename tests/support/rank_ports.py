@@ -27,8 +27,15 @@ SILENCE_S = 20.0
 class Served:
     """A LocalPort behind a connection."""
 
-    def __init__(self, port: RemotePort, connection: socket.socket, task: asyncio.Task[None]):
+    def __init__(
+        self,
+        port: RemotePort,
+        server: PortServer,
+        connection: socket.socket,
+        task: asyncio.Task[None],
+    ) -> None:
         self.port = port
+        self.server = server
         self.connection = connection
         self.task = task
 
@@ -51,7 +58,7 @@ async def served(
         local.endpoint.tp_rank, *await asyncio.open_connection(sock=here), clock, silence_s
     )
     try:
-        yield Served(await remote.open(ME), there, task)
+        yield Served(await remote.open(ME), server, there, task)
     finally:
         await remote.close(5.0)
         await asyncio.wait_for(task, 20)

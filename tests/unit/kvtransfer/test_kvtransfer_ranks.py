@@ -160,7 +160,7 @@ async def test_a_failed_write_of_any_rank_takes_the_proof_away() -> None:
 
 
 async def test_a_cancelled_send_is_quiet_when_all_its_ranks_are() -> None:
-    async with rank_pair(layouts(2, 4), layouts(2, 1), is_remote=True) as (pair, _):
+    async with rank_pair(layouts(2, 4), layouts(2, 1), is_remote=True) as (pair, links):
         send, receive = pair.open([5, 6])
         send.push(0, blocks(3), is_last=False)
         send.cancel()
@@ -170,6 +170,9 @@ async def test_a_cancelled_send_is_quiet_when_all_its_ranks_are() -> None:
         await pair.drive()
         assert (receive.state, receive.proof) == (ReceiveState.FAILED, Proof.SENDER_CONFIRMED)
         pair.assert_idle()
+        for link in links["prefill-0"]:
+            assert not link.port._owners
+            assert not link.server._owners
 
 
 @pytest.mark.parametrize("is_remote", [False, True], ids=["here", "remote"])
