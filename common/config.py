@@ -22,6 +22,7 @@ from isthmus.common.slo import LabelName, SloConfig, TenantConfig, hash_key
 
 ENV_PREFIX = "ISTHMUS_"
 DTypeName = Literal["auto", "float32", "bfloat16"]
+ConnectorName = Literal["nixl", "shm", "ucx", "collective", "local", "fake"]
 
 
 def _unquoted(value: object) -> object:
@@ -53,6 +54,12 @@ class EngineConfig(Node):
         gt=0,
         le=1,
         description="share of a GPU for weights, steps and KV blocks, where kv_cache_gib is 0",
+    )
+    kv_memory: Literal["auto", "private", "shared"] = Field(
+        "auto",
+        description="whether other processes of the host can map the KV blocks, as connector shm "
+        "needs them; auto = where that costs nothing (shared memory has huge pages) or shm is "
+        "the connector (CPU only)",
     )
     max_num_batched_tokens: int = Field(512, ge=1, description="token budget of one step")
     max_num_seqs: int = Field(64, ge=1, description="most running sequences")
@@ -96,8 +103,11 @@ class PoolConfig(Node):
 
 
 class TransferConfig(Node):
-    connector: Literal["nixl", "local", "fake"] = Field(
-        "nixl", description="what moves KV; local = within one process, fake = faults by script"
+    connector: Literal["auto"] | ConnectorName | list[ConnectorName] = Field(
+        "auto",
+        description="what may move KV: one connector or a list; two instances use the best that "
+        "both have (docs/kv-transfer.md); auto = all but local (within one process) and fake "
+        "(faults by script)",
     )
     deadline_ms: int = Field(
         30_000,
@@ -137,6 +147,24 @@ class TransferConfig(Node):
         "computed again on its decode instance, when that is idle, and compared; 0 = none",
     )
     fault_script: str = Field("", description="scripted faults of the fake connector (tests)")
+
+    @property
+    def named_connectors(self) -> tuple[ConnectorName, ...]:
+        """Those that the configuration names; none for ``auto``."""
+        if self.connector == "auto":
+            return ()
+        return tuple(self.connector) if isinstance(self.connector, list) else (self.connector,)
+
+    @property
+    def needs_shared_memory(self) -> bool:
+        """True where peers must be able to map the KV blocks."""
+        return "shm" in self.named_connectors or self.fault_script.startswith("shm|")
+
+    @model_validator(mode="after")
+    def _names_one(self) -> TransferConfig:
+        if isinstance(self.connector, list) and not self.connector:
+            raise ValueError("connector: an empty list leaves nothing to move KV with")
+        return self
 
 
 class RouterConfig(Node):
@@ -286,8 +314,13 @@ class ClusterConfig(Node):
         return self.router.mode == "process"
 
     def pool(self, role: Role) -> PoolConfig:
-        """The instances of a role."""
-        return {Role.PREFILL: self.prefill, Role.DECODE: self.decode, Role.MIXED: self.mixed}[role]
+        """The instances of a role, with what the rest of the configuration asks of them."""
+        pools = {Role.PREFILL: self.prefill, Role.DECODE: self.decode, Role.MIXED: self.mixed}
+        pool = pools[role]
+        if not self.transfer.needs_shared_memory or pool.engine.kv_memory != "auto":
+            return pool
+        engine = pool.engine.model_copy(update={"kv_memory": "shared"})
+        return pool.model_copy(update={"engine": engine})
 
     @model_validator(mode="after")
     def _int8_runs_on_cpus(self) -> ClusterConfig:

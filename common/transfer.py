@@ -9,7 +9,7 @@ from isthmus.common.ids import BlockId, RequestId, TransferId
 from isthmus.common.kv_layout import KvLayout
 from isthmus.common.types import InstanceRef
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 
 class Checksum(Enum):
@@ -56,15 +56,28 @@ class TransferTicket:
 
 
 @dataclass(frozen=True, slots=True)
+class ConnectorOffer:
+    """One way to reach a rank's KV store."""
+
+    name: str
+    metadata: bytes  # the connector's own
+    domain: str = ""  # only ends of one domain can use it; "" = wherever they are
+    is_direct: bool = False  # devices move the bytes, where both ends say so: RDMA, GPU memory
+
+
+@dataclass(frozen=True, slots=True)
 class RankEndpoint:
-    """One rank's KV store as its peers see it. ``agent_metadata`` is the connector's own."""
+    """One rank's KV store as its peers see it, with every connector that this side may use."""
 
     tp_rank: int
-    agent_metadata: bytes
+    connectors: tuple[ConnectorOffer, ...]
     base_address: int
     num_bytes: int
     num_blocks: int
     layout: KvLayout
+
+    def connector(self, name: str) -> ConnectorOffer | None:
+        return next((offer for offer in self.connectors if offer.name == name), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +87,6 @@ class TransferOffer:
     protocol_version: int
     layout_hash: str
     instance: InstanceRef
-    connector: str
     ranks: tuple[RankEndpoint, ...]
     checksum: Checksum = Checksum.NONE
     """What this side can compute and may; used where both sides offer it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import grpc.aio
@@ -22,7 +22,8 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class InstanceStatus:
-    """``info`` is None while the instance has not registered, ``load`` when it did not answer."""
+    """``info`` is None while the instance has not registered, ``load`` when it did not answer.
+    ``connectors``: what KV goes over, for each peer that it has shaken hands with."""
 
     instance_id: str
     role: Role
@@ -31,6 +32,7 @@ class InstanceStatus:
     last_exit: str
     info: InstanceInfo | None
     load: LoadReport | None = None
+    connectors: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +113,10 @@ def _front(item: control_pb2.FrontProcess) -> FrontStatus:
 
 async def _with_load(item: control_pb2.ManagedInstance) -> InstanceStatus:
     info = info_from_pb(item.info) if item.HasField("info") else None
+    load: LoadReport | None = None
+    connectors: dict[str, str] = {}
+    if info is not None:
+        load, connectors = await asyncio.gather(_load(info.address), _connectors(info.address))
     return InstanceStatus(
         instance_id=item.instance_id,
         role=role_from_pb(item.role),
@@ -118,8 +124,20 @@ async def _with_load(item: control_pb2.ManagedInstance) -> InstanceStatus:
         num_restarts=item.num_restarts,
         last_exit=item.last_exit,
         info=info,
-        load=None if info is None else await _load(info.address),
+        load=load,
+        connectors=connectors,
     )
+
+
+async def _connectors(address: str) -> dict[str, str]:
+    """By peer; empty when the instance does not answer in time."""
+    async with create_channel(address) as channel:
+        stub = instance_pb2_grpc.InstanceServiceStub(channel)
+        try:
+            reply = await stub.ListPeers(instance_pb2.ListPeersRequest(), timeout=2.0)
+        except grpc.aio.AioRpcError:
+            return {}
+    return dict(reply.connectors)
 
 
 async def _load(address: str) -> LoadReport | None:

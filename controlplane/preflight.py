@@ -69,8 +69,8 @@ def _check_pools(config: ClusterConfig) -> None:
 
 def _check_packages(config: ClusterConfig) -> None:
     needed = {"torch": "pip install 'isthmus[worker]'"}
-    if config.transfer.connector == "nixl" and config.prefill.replicas:
-        needed["nixl_cu13"] = "pip install 'isthmus[nixl]', or use --set transfer.connector=local"
+    if config.transfer.named_connectors == ("nixl",) and config.prefill.replicas:
+        needed["nixl_cu13"] = "pip install 'isthmus[nixl]', or use --set transfer.connector=auto"
     if config.lifecycle.actuator == "ray":
         needed["ray"] = "pip install 'isthmus[ray]', or use --actuator process"
     for module, advice in needed.items():

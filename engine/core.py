@@ -34,7 +34,7 @@ from isthmus.engine.admission import check_request
 from isthmus.engine.block_table import TableState
 from isthmus.engine.flight import Flight, FlightState
 from isthmus.engine.kv_manager import KvCacheManager
-from isthmus.engine.kv_store import KvStore, count_blocks, layout_of
+from isthmus.engine.kv_store import KvStore, count_blocks, is_shared, layout_of
 from isthmus.engine.models.types import LanguageModel
 from isthmus.engine.owners import BlockOwners
 from isthmus.engine.runner import StepTokens
@@ -74,7 +74,7 @@ class EngineCore:
         self.spec = model.spec
         self.kv_layout = layout_of(model.spec, config.block_size)
         num_blocks = count_blocks(config, self.kv_layout, measured_kv_bytes(model, config))
-        self.kv_store = KvStore(self.kv_layout, num_blocks, config.device)
+        self.kv_store = KvStore(self.kv_layout, num_blocks, config.device, is_shared(config))
         self._clock = clock
         self._kv = KvCacheManager(
             num_blocks, config.block_size, config.watermark, config.enable_prefix_cache

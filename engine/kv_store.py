@@ -6,14 +6,19 @@ one block are contiguous, so a block is one copy; see ``isthmus.common.kv_layout
 
 from __future__ import annotations
 
+import os
+import sys
+import weakref
+
 import torch
 
 from isthmus.common.config import EngineConfig
 from isthmus.common.errors import ConfigError
 from isthmus.common.ids import BlockId
 from isthmus.common.kv_layout import KvLayout
+from isthmus.common.shared_memory import has_huge_shared_pages
 from isthmus.engine.models.types import ModelSpec
-from isthmus.kernels.memory import zeros_in_huge_pages
+from isthmus.kernels.memory import zeros_in_huge_pages, zeros_in_shared_memory
 
 TORCH_DTYPES = {
     "float32": torch.float32,
@@ -53,10 +58,28 @@ def count_blocks(config: EngineConfig, layout: KvLayout, measured_bytes: int = 0
     return num_blocks
 
 
-class KvStore:
-    """Owns the bytes; never moves or resizes them, since peers write here by address."""
+def is_shared(config: EngineConfig) -> bool:
+    """Whether the store is to be memory that other processes can map. ConfigError where it cannot.
 
-    def __init__(self, layout: KvLayout, num_blocks: int, device: str) -> None:
+    With small pages attention over a cold store takes longer, so unless it must be shared it is
+    only where shared memory has huge ones."""
+    if config.kv_memory == "shared":
+        if config.device != "cpu" or sys.platform != "linux":
+            raise ConfigError(
+                "engine.kv_memory: only host memory of Linux can be shared", stage="engine"
+            )
+        return True
+    return config.kv_memory == "auto" and config.device == "cpu" and has_huge_shared_pages()
+
+
+class KvStore:
+    """Owns the bytes; never moves or resizes them, since peers write here by address.
+
+    ``fd`` is of the memory file that peers map, open as long as the store; −1 = private memory."""
+
+    def __init__(
+        self, layout: KvLayout, num_blocks: int, device: str, is_shared: bool = False
+    ) -> None:
         self.layout = layout
         self.num_blocks = num_blocks
         shape = (  # [N, L, 2, G, B, D]
@@ -68,11 +91,14 @@ class KvStore:
             layout.head_dim,
         )
         dtype = TORCH_DTYPES[layout.dtype]
-        self.tensor = (
-            zeros_in_huge_pages(shape, dtype)
-            if device == "cpu"
-            else torch.zeros(shape, dtype=dtype, device=device)
-        )
+        self.fd = -1
+        if device != "cpu":
+            self.tensor = torch.zeros(shape, dtype=dtype, device=device)
+        elif not is_shared:
+            self.tensor = zeros_in_huge_pages(shape, dtype)
+        else:
+            self.tensor, self.fd = zeros_in_shared_memory(shape, dtype)
+            weakref.finalize(self, os.close, self.fd)
 
     @property
     def base_address(self) -> int:

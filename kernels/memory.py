@@ -1,8 +1,9 @@
-"""Memory in huge pages, for what is read at the speed of memory.
+"""Memory in huge pages, for what is read at the speed of memory; and memory that others can map.
 
 With pages of 4 KiB the processor looks up an address every few hundred nanoseconds, and fetching
 ahead stops at the end of a page. Streaming weights took two thirds of the time in huge pages, and
-attention over a cold store three quarters. A system without huge pages gives ordinary ones.
+attention over a cold store three quarters. A system without huge pages gives ordinary ones. Shared
+memory has them only where the system's owner has allowed it (``shmem_enabled``).
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import math
 import mmap
 
 import torch
+
+from isthmus.common.shared_memory import create_shared_memory
 
 _ALIGNMENT = 64  # a cache line
 _ARENA_BYTES = 64 << 20
@@ -22,6 +25,13 @@ def zeros_in_huge_pages(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Ten
     if num_bytes == 0:
         return torch.zeros(shape, dtype=dtype)
     return torch.frombuffer(_mapping(num_bytes), dtype=dtype).view(shape)
+
+
+def zeros_in_shared_memory(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, int]:
+    """A zeroed CPU tensor that other processes can map, and the descriptor of its file, which is
+    the caller's to close: see ``isthmus.common.shared_memory``. Raises OSError."""
+    mapping, fd = create_shared_memory(math.prod(shape) * dtype.itemsize)
+    return torch.frombuffer(mapping, dtype=dtype).view(shape), fd
 
 
 class HugePageArena:

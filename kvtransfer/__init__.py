@@ -5,7 +5,7 @@ Read in this order: ``interface`` (what a connector is), ``notification`` and ``
 ``peers`` and ``manager`` (the tables). Nothing here knows the engine or RPC: workers join them.
 """
 
-from isthmus.kvtransfer.connectors.registry import create_connector
+from isthmus.kvtransfer.connectors.registry import create_connectors
 from isthmus.kvtransfer.interface import Connector, MemoryRegion
 from isthmus.kvtransfer.manager import TransferManager
 from isthmus.kvtransfer.observer import TransferObserver
@@ -21,5 +21,5 @@ __all__ = [
     "SendState",
     "TransferManager",
     "TransferObserver",
-    "create_connector",
+    "create_connectors",
 ]

@@ -1,4 +1,4 @@
-"""Drives one connector from one thread of its own.
+"""Drives one connector, whose memory is registered already, from one thread of its own.
 
 A connector may copy inside ``post_write`` (NIXL within a machine does), so nothing of it runs on
 the event loop. All writes go through sweeps::
@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 
 class ConnectorDriver:
-    def __init__(self, connector: Connector, region: MemoryRegion, clock: Clock) -> None:
+    def __init__(self, connector: Connector, clock: Clock) -> None:
         self._connector = connector
         self._clock = clock
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -57,15 +57,6 @@ class ConnectorDriver:
         self.num_open_writes = 0  # submitted and not yet reported as ended
         self.open_bytes = 0
         self._thread.start()
-        try:
-            self.metadata: bytes = self._call(lambda: self._register(region)).result()
-        except BaseException:
-            self._jobs.put(None)
-            raise
-
-    @property
-    def connector_name(self) -> str:
-        return self._connector.name
 
     def submit(self, write: Write) -> None:
         """From the event loop. The next sweep posts it, or tells its owner why not."""
@@ -157,10 +148,6 @@ class ConnectorDriver:
         self._woken.set()  # before the job is there, which begins by clearing it if it is a sweep
         self._jobs.put(job)
         return future
-
-    def _register(self, region: MemoryRegion) -> bytes:
-        self._connector.register(region)
-        return self._connector.metadata()
 
     def _remove_peer(self, peer: PeerName) -> None:
         self._removed.add(peer)  # its lane goes when nothing is left in it

@@ -2,7 +2,7 @@
 
 Two phases: version and layout hash are compared before anything else of an offer is read, so that a
 peer of another version or model is refused with a readable reason instead of a parse error; only
-then are the connector, the ranks and their memory looked at.
+then are the ranks and their memory looked at. Which connector the two use is ``negotiation``'s.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ _STAGE = "handshake"
 
 def make_offer(
     me: InstanceRef,
-    connector: str,
     ranks: Sequence[RankEndpoint],
     checksum: Checksum = Checksum.NONE,
 ) -> TransferOffer:
@@ -28,24 +27,19 @@ def make_offer(
         protocol_version=PROTOCOL_VERSION,
         layout_hash=ranks[0].layout.compat_hash,
         instance=me,
-        connector=connector,
         ranks=tuple(ranks),
         checksum=checksum,
     )
 
 
 def check_offer(ours: TransferOffer, theirs: TransferOffer) -> None:
-    """Raises HandshakeError (version, connector, a malformed offer) or LayoutMismatchError, each
-    naming what differs. How many ranks either side has is its own affair."""
+    """Raises HandshakeError (version, a malformed offer) or LayoutMismatchError, each naming what
+    differs. How many ranks either side has is its own affair."""
     _check_version(ours, theirs)
     _check_layout(ours, theirs)
     peer_id = theirs.instance.instance_id
     if theirs.instance.instance_id == ours.instance.instance_id:
         raise HandshakeError(f"{peer_id} shook hands with itself", stage=_STAGE)
-    if theirs.connector != ours.connector:
-        raise HandshakeError(
-            f"connector: {ours.connector} here, {theirs.connector} at {peer_id}", stage=_STAGE
-        )
     for rank in theirs.ranks:
         needed = rank.num_blocks * rank.layout.block_bytes
         if rank.num_blocks < 1 or needed > rank.num_bytes:

@@ -27,6 +27,9 @@ class MemoryRegion:
     base_address: int
     num_bytes: int
     device: str = "cpu"
+    fd: int = -1
+    """Of the memory file that this is a mapping of, from its start; −1 where nobody else can map
+    it. The region's owner keeps it open."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,11 @@ class CopyOp:
 
 class Connector(Protocol):
     name: str
+    domain: str
+    """Ends meet only within one domain; "" = wherever they are."""
+    is_direct: bool
+    """Devices move the bytes (RDMA, GPU memory), where the other end says so too. Both are true
+    from ``register`` on."""
 
     def register(self, region: MemoryRegion) -> None:
         """Makes the region readable and writable for peers. Called once."""

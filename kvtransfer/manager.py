@@ -75,7 +75,6 @@ class TransferManager:
         self._on_failed = on_failed
         self._offer = make_offer(
             me,
-            ports[0].connector_name,
             [port.endpoint for port in ports],
             Checksum.NONE if any(p.checksum is Checksum.NONE for p in ports) else ports[0].checksum,
         )
@@ -121,6 +120,10 @@ class TransferManager:
         peer = self._peers.find(ref)
         return peer.checksum if peer is not None else Checksum.NONE
 
+    def connectors_by_peer(self) -> dict[InstanceId, str]:
+        """What KV goes over, for each peer of now."""
+        return self._peers.connectors()
+
     async def forget(self, instance_id: InstanceId, *, is_gone: bool = False) -> None:
         """A peer was lost: its sessions fail with InstanceLostError and the connector drops it.
 
@@ -143,7 +146,7 @@ class TransferManager:
                 send.fail(error)
         rates = self.bytes_per_s()
         rates.pop(instance_id, None)
-        self._observer.links_measured(rates)
+        self._observer.links_measured(rates, self.connectors_by_peer())
 
     # --- sessions ------------------------------------------------------------------------------
 
@@ -270,8 +273,13 @@ class TransferManager:
                 num_bytes = ticket.num_blocks * route.source.num_layers * route.layer_bytes
                 self._ports[route.source.tp_rank].check_in_time(name, num_bytes, deadline_ns)
         except TransferHopelessError:
-            self._observer.hopeless()
+            self._observer.hopeless(self._connector_with(ticket.target))
             raise
+
+    def _connector_with(self, ref: InstanceRef) -> str:
+        """For metrics; ``none`` for one that has left."""
+        peer = self._peers.find(ref)
+        return peer.connector if peer is not None else "none"
 
     def _deadline_ns(self, ticket: TransferTicket) -> int:
         """Monotonic."""
@@ -300,7 +308,7 @@ class TransferManager:
 
     def send_ended(self, session: SendSession) -> None:
         if isinstance(session.error, TransferHopelessError):
-            self._observer.hopeless()
+            self._observer.hopeless(self._connector_with(session.ticket.target))
         for port in self._ports:
             port.owner_ended(session)
         self._session_ended("send", session.ticket, session.state.value, session.num_bytes)
@@ -339,7 +347,8 @@ class TransferManager:
             side=side,
             state=state,
         )
-        self._observer.session_ended(side, state, size, seconds)
+        other = ticket.target if side == "send" else ticket.source
+        self._observer.session_ended(side, state, self._connector_with(other), size, seconds)
 
     # --- time ----------------------------------------------------------------------------------
 
@@ -444,7 +453,7 @@ class TransferManager:
                 self.bytes_sent += write.num_bytes
             write.owner.write_ended(write, outcome, error)
         if sweep.ended:
-            self._observer.links_measured(self.bytes_per_s())
+            self._observer.links_measured(self.bytes_per_s(), self.connectors_by_peer())
         for peer_name, payload in sweep.notifications:
             await self._accept(rank, peer_name, payload)
         if isinstance(sweep.error, InstanceLostError):
@@ -484,7 +493,7 @@ class TransferManager:
             return 0
         num_corrupt = await self._ports[ranks[1]].count_corrupt(content)
         if num_corrupt and session.is_open:  # else its blocks may have been others' meanwhile
-            self._observer.blocks_corrupt(num_corrupt)
+            self._observer.blocks_corrupt(num_corrupt, self._connector_with(session.ticket.source))
             get_logger("kvtransfer").warning(
                 "corrupt blocks",
                 request_id=session.ticket.request_id,

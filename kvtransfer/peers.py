@@ -19,6 +19,7 @@ from isthmus.common.transfer import Checksum, RankEndpoint, TransferOffer
 from isthmus.common.types import InstanceRef
 from isthmus.kvtransfer.handshake import check_epoch, check_offer
 from isthmus.kvtransfer.interface import PeerName
+from isthmus.kvtransfer.negotiation import negotiate
 from isthmus.kvtransfer.rank_port import RankPort
 from isthmus.kvtransfer.routes import Ranks, Route, meeting_ranks, routes_between
 
@@ -31,7 +32,8 @@ class Peer:
     ref: InstanceRef
     ranks: tuple[RankEndpoint, ...]
     names: Mapping[Ranks, PeerName]  # (our rank, its rank) → its rank, as our rank's connector says
-    checksum: Checksum  # of every transfer between the two
+    connector: str  # of every transfer between the two, as is
+    checksum: Checksum
 
     @property
     def layouts(self) -> tuple[KvLayout, ...]:
@@ -73,6 +75,10 @@ class PeerTable:
         peer = self._by_id.get(ref.instance_id)
         return peer if peer is not None and peer.ref.epoch == ref.epoch else None
 
+    def connectors(self) -> dict[InstanceId, str]:
+        """What KV goes over, peer by peer."""
+        return {instance_id: peer.connector for instance_id, peer in self._by_id.items()}
+
     def rank_of(self, name: PeerName, our_rank: int, ref: InstanceRef) -> int | None:
         """Which rank of exactly this instance and epoch it is that ``name`` sends from, as our
         rank's connector says; None when it is of none."""
@@ -90,6 +96,7 @@ class PeerTable:
         but that a newer epoch always ends its predecessor.
         """
         check_offer(self._ours, offer)
+        connector = negotiate(self._ours, offer)
         ref = offer.instance
         async with self._changing:
             self.check_epoch(ref)
@@ -105,7 +112,8 @@ class PeerTable:
             # No proof that the older process has ended: a stopped one may yet wake up and write.
             await self._drop(ref.instance_id, replaced, is_gone=False)
             checksum = offer.checksum if offer.checksum is self._ours.checksum else Checksum.NONE
-            peer = Peer(ref, offer.ranks, await self._add_all(offer), checksum)
+            names = await self._add_all(offer, connector)
+            peer = Peer(ref, offer.ranks, names, connector, checksum)
             self._by_id[ref.instance_id] = peer
             for (ours, theirs), name in peer.names.items():
                 self._by_name[ours, name] = peer, theirs
@@ -124,11 +132,11 @@ class PeerTable:
                 del self._by_name[ours, name]
             await self._remove(peer.names)
 
-    async def _add_all(self, offer: TransferOffer) -> dict[Ranks, PeerName]:
+    async def _add_all(self, offer: TransferOffer, connector: str) -> dict[Ranks, PeerName]:
         """All pairs of ranks that have KV for each other, or none."""
         pairs = meeting_ranks(self._layouts, [rank.layout for rank in offer.ranks])
         adding = [
-            asyncio.ensure_future(self._add(self._ports[ours], offer, theirs))
+            asyncio.ensure_future(self._add(self._ports[ours], offer, theirs, connector))
             for ours, theirs in pairs
         ]
         try:
@@ -143,13 +151,16 @@ class PeerTable:
             raise
         return dict(zip(pairs, names, strict=True))
 
-    async def _add(self, port: RankPort, offer: TransferOffer, rank: int) -> PeerName:
+    async def _add(
+        self, port: RankPort, offer: TransferOffer, rank: int, connector: str
+    ) -> PeerName:
         ref = offer.instance
         try:
-            return await port.add_peer(offer.ranks[rank], self._timeout_ms / 1000)
+            return await port.add_peer(offer.ranks[rank], connector, self._timeout_ms / 1000)
         except TimeoutError as error:
             raise HandshakeError(
-                f"{ref.instance_id} did not become a peer within {self._timeout_ms} ms",
+                f"{ref.instance_id} did not become a peer over {connector} within "
+                f"{self._timeout_ms} ms",
                 stage="handshake",
                 instance_id=ref.instance_id,
             ) from error

@@ -130,7 +130,9 @@ class PortServer:
             case wire.Look():
                 return await self._look(request.patience_s)
             case wire.AddPeer():
-                return wire.Added(await self._opened.add_peer(request.peer, request.timeout_s))
+                return wire.Added(
+                    await self._opened.add_peer(request.peer, request.connector, request.timeout_s)
+                )
             case wire.RemovePeer():
                 await self._opened.remove_peer(PeerName(request.peer), request.timeout_s)
                 return wire.Removed()
@@ -153,7 +155,7 @@ class PortServer:
     def _open(self, request: wire.Open) -> wire.Opened:
         me = InstanceRef(InstanceId(request.instance_id), request.epoch, request.address)
         port = self._port = self._open_port(me)
-        return wire.Opened(port.endpoint, port.connector_name, port.checksum)
+        return wire.Opened(port.endpoint, port.checksum)
 
     async def _look(self, patience_s: float) -> wire.Seen:
         sweep = await self._opened.sweep(patience_s)

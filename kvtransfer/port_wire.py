@@ -84,6 +84,7 @@ class Look(_Message, frozen=True, tag="look"):
 
 class AddPeer(_Message, frozen=True, tag="add_peer"):
     peer: RankEndpoint
+    connector: str
     timeout_s: float
 
 
@@ -105,7 +106,6 @@ Request = Open | Submit | Withdraw | Wake | Look | AddPeer | RemovePeer | CountC
 
 class Opened(_Message, frozen=True, tag="opened"):
     endpoint: RankEndpoint
-    connector_name: str
     checksum: Checksum
 
 

@@ -1,9 +1,9 @@
-"""One rank of this instance as its TransferManager sees it: a store of KV, and the connector that
-is driven beside it.
+"""One rank of this instance as its TransferManager sees it: a store of KV, and the connectors that
+are driven beside it.
 
 ::
 
-    TransferManager ─┬─▶ LocalPort  ─▶ ConnectorDriver        the leader's own rank
+    TransferManager ─┬─▶ LocalPort  ─▶ Drivers                the leader's own rank
                      ├─▶ RemotePort ═══▶ PortServer ─▶ LocalPort ─▶ …      a follower's process
                      └─▶ RemotePort ═══▶ …
 
@@ -13,11 +13,13 @@ process its blocks are in. A port that is lost takes its instance with it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Protocol
 
 from isthmus.common.clock import Clock
 from isthmus.common.config import TransferConfig
+from isthmus.common.errors import HandshakeError
 from isthmus.common.kv_layout import KvLayout
 from isthmus.common.transfer import Checksum, RankEndpoint
 from isthmus.kvtransfer.checksums import (
@@ -26,7 +28,7 @@ from isthmus.kvtransfer.checksums import (
     host_reader,
     offered_checksum,
 )
-from isthmus.kvtransfer.driver import ConnectorDriver
+from isthmus.kvtransfer.drivers import Drivers
 from isthmus.kvtransfer.interface import Connector, MemoryRegion, PeerName
 from isthmus.kvtransfer.writes import Sweep, Write, WriteOwner
 
@@ -39,9 +41,6 @@ class RankPort(Protocol):
     def endpoint(self) -> RankEndpoint:
         """The rank as peers see it."""
         ...
-
-    @property
-    def connector_name(self) -> str: ...
 
     @property
     def checksum(self) -> Checksum:
@@ -86,8 +85,9 @@ class RankPort(Protocol):
         ended, with an InstanceLostError as the sweep's error."""
         ...
 
-    async def add_peer(self, peer: RankEndpoint, timeout_s: float) -> PeerName:
-        """Raises HandshakeError from the connector and TimeoutError when it takes too long."""
+    async def add_peer(self, peer: RankEndpoint, connector: str, timeout_s: float) -> PeerName:
+        """``connector`` is one that both offer. Raises HandshakeError from it and TimeoutError when
+        it takes too long."""
         ...
 
     async def remove_peer(self, peer: PeerName, timeout_s: float) -> None: ...
@@ -107,20 +107,21 @@ class LocalPort:
         layout: KvLayout,
         region: MemoryRegion,
         num_blocks: int,
-        connector: Connector,
+        connectors: Sequence[Connector],
         config: TransferConfig,
         clock: Clock,
     ) -> None:
-        """Registers ``region`` with the connector and blocks until that is done. Raises ConfigError
-        for checksums that cannot be computed here, and TransferError from the connector."""
+        """Registers ``region`` with the connectors, of which each pair uses one, and blocks until
+        that is done. Raises ConfigError for checksums that cannot be computed here, and
+        TransferError from a connector."""
         self.checksum = offered_checksum(config, region)
         self._read: BlockReader | None = None
         if self.checksum is not Checksum.NONE:
             self._read = host_reader(region, layout, num_blocks)
-        self._driver = ConnectorDriver(connector, region, clock)
+        self._drivers = Drivers(connectors, region, clock)
         self.endpoint = RankEndpoint(
             tp_rank=layout.tp_rank,
-            agent_metadata=self._driver.metadata,
+            connectors=self._drivers.offers,
             base_address=region.base_address,
             num_bytes=region.num_bytes,
             num_blocks=num_blocks,
@@ -128,52 +129,51 @@ class LocalPort:
         )
 
     @property
-    def connector_name(self) -> str:
-        return self._driver.connector_name
-
-    @property
     def num_open_writes(self) -> int:
-        return self._driver.num_open_writes
+        return self._drivers.num_open_writes
 
     @property
     def open_bytes(self) -> int:
-        return self._driver.open_bytes
+        return self._drivers.open_bytes
 
     def bytes_per_s(self, peer: PeerName) -> float | None:
-        return self._driver.bytes_per_s(peer)
+        return self._drivers.bytes_per_s(peer)
 
     def max_write_bytes(self, peer: PeerName) -> int:
-        return self._driver.max_write_bytes(peer)
+        return self._drivers.max_write_bytes(peer)
 
     def check_in_time(self, peer: PeerName, num_bytes: int, deadline_ns: int) -> None:
-        self._driver.check_in_time(peer, num_bytes, deadline_ns)
+        self._drivers.check_in_time(peer, num_bytes, deadline_ns)
 
     def submit(self, write: Write) -> None:
         if write.content is not None and self._read is not None:
             write.notification = partial(write.content.seal, self._read)
-        self._driver.submit(write)
+        self._drivers.submit(write)
 
     def owner_ended(self, owner: WriteOwner) -> None:
         """Nothing to do: the driver asks the owner itself right before it posts."""
 
     def wake(self) -> None:
-        self._driver.wake()
+        self._drivers.wake()
 
     async def sweep(self, patience_s: float) -> Sweep:
-        return await self._driver.sweep(patience_s)
+        return await self._drivers.sweep(patience_s)
 
-    async def add_peer(self, peer: RankEndpoint, timeout_s: float) -> PeerName:
+    async def add_peer(self, peer: RankEndpoint, connector: str, timeout_s: float) -> PeerName:
         region = MemoryRegion(peer.base_address, peer.num_bytes)
-        return await self._driver.add_peer(peer.agent_metadata, region, timeout_s)
+        offered = peer.connector(connector)
+        if offered is None:
+            raise HandshakeError(f"the peer does not offer {connector}", stage="handshake")
+        return await self._drivers.add_peer(offered, region, timeout_s)
 
     async def remove_peer(self, peer: PeerName, timeout_s: float) -> None:
-        await self._driver.remove_peer(peer, timeout_s)
+        await self._drivers.remove_peer(peer, timeout_s)
 
     async def count_corrupt(self, content: ChunkContent) -> int:
         """On the connector's thread: it takes a millisecond for each ten megabytes."""
         read = self._read
         assert read is not None, "checksums were agreed on"
-        return await self._driver.run(lambda: content.count_corrupt(read))
+        return await self._drivers.run(lambda: content.count_corrupt(read))
 
     async def close(self, timeout_s: float) -> bool:
-        return await self._driver.close(timeout_s)
+        return await self._drivers.close(timeout_s)

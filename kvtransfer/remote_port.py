@@ -71,10 +71,6 @@ class RemotePort:
         return self._known.endpoint
 
     @property
-    def connector_name(self) -> str:
-        return self._known.connector_name
-
-    @property
     def checksum(self) -> Checksum:
         return self._known.checksum
 
@@ -185,8 +181,8 @@ class RemotePort:
 
     # --- the rest ------------------------------------------------------------------------------
 
-    async def add_peer(self, peer: RankEndpoint, timeout_s: float) -> PeerName:
-        adding = self._call(wire.AddPeer(peer, timeout_s))
+    async def add_peer(self, peer: RankEndpoint, connector: str, timeout_s: float) -> PeerName:
+        adding = self._call(wire.AddPeer(peer, connector, timeout_s))
         try:
             added = await self._answer(adding, wire.Added)
         except asyncio.CancelledError:

@@ -28,7 +28,13 @@ from isthmus.common.kv_events import (
 )
 from isthmus.common.kv_layout import KvLayout
 from isthmus.common.timeline import Event, Timeline
-from isthmus.common.transfer import Checksum, RankEndpoint, TransferOffer, TransferTicket
+from isthmus.common.transfer import (
+    Checksum,
+    ConnectorOffer,
+    RankEndpoint,
+    TransferOffer,
+    TransferTicket,
+)
 from isthmus.common.types import (
     FinishReason,
     InstanceRef,
@@ -612,11 +618,18 @@ def offer_to_pb(offer: TransferOffer) -> transfer_pb2.TransferOffer:
         protocol_version=offer.protocol_version,
         layout_hash=offer.layout_hash,
         instance=ref_to_pb(offer.instance),
-        connector=offer.connector,
         ranks=[
             transfer_pb2.RankEndpoint(
                 tp_rank=rank.tp_rank,
-                agent_metadata=rank.agent_metadata,
+                connectors=[
+                    transfer_pb2.ConnectorOffer(
+                        name=connector.name,
+                        metadata=connector.metadata,
+                        domain=connector.domain,
+                        is_direct=connector.is_direct,
+                    )
+                    for connector in rank.connectors
+                ],
                 base_address=rank.base_address,
                 num_bytes=rank.num_bytes,
                 num_blocks=rank.num_blocks,
@@ -633,11 +646,15 @@ def offer_from_pb(message: transfer_pb2.TransferOffer) -> TransferOffer:
         protocol_version=message.protocol_version,
         layout_hash=message.layout_hash,
         instance=ref_from_pb(message.instance),
-        connector=message.connector,
         ranks=tuple(
             RankEndpoint(
                 tp_rank=rank.tp_rank,
-                agent_metadata=rank.agent_metadata,
+                connectors=tuple(
+                    ConnectorOffer(
+                        connector.name, connector.metadata, connector.domain, connector.is_direct
+                    )
+                    for connector in rank.connectors
+                ),
                 base_address=rank.base_address,
                 num_bytes=rank.num_bytes,
                 num_blocks=rank.num_blocks,

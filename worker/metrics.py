@@ -74,11 +74,9 @@ class InstanceMetrics:
         self,
         role: Role,
         me: InstanceRef,
-        connector: str,
         engine: EngineCore,
     ) -> None:
         self._labels = (role.value, me.instance_id)
-        self._connector = connector
         self._up = metrics.INSTANCE_UP.labels(*self._labels, str(me.epoch))
         self._up.set(0)
         self._step = metrics.STEP.labels(*self._labels)
@@ -89,9 +87,7 @@ class InstanceMetrics:
         self._aborted = metrics.ABORTED.labels(*self._labels)
         self._exposed = metrics.KV_EXPOSED.labels(*self._labels)
         self._expired = metrics.HOLD_EXPIRED.labels(*self._labels)
-        self._corrupt = metrics.CORRUPT_BLOCKS.labels(*self._labels, connector)
-        self._hopeless = metrics.TRANSFERS_HOPELESS.labels(*self._labels, connector)
-        self._links: dict[InstanceId, Gauge] = {}
+        self._links: dict[InstanceId, tuple[str, Gauge]] = {}
         self._bind_gauges(engine)
 
     def _bind_gauges(self, engine: EngineCore) -> None:
@@ -152,29 +148,35 @@ class InstanceMetrics:
         self,
         side: Side,
         state: str,
+        connector: str,
         num_bytes: int,
         seconds: float,  # noqa: ARG002 (the exposed part is what matters: see kv_ready)
     ) -> None:
-        metrics.TRANSFERS.labels(*self._labels, side, state, self._connector).inc()
-        metrics.TRANSFER_BYTES.labels(*self._labels, side, self._connector).inc(num_bytes)
+        metrics.TRANSFERS.labels(*self._labels, side, state, connector).inc()
+        metrics.TRANSFER_BYTES.labels(*self._labels, side, connector).inc(num_bytes)
 
     def notification_ignored(self, reason: Ignored) -> None:
         metrics.NOTIFICATIONS_IGNORED.labels(*self._labels, reason.value).inc()
 
-    def links_measured(self, bytes_per_s: Mapping[InstanceId, float]) -> None:
-        for peer in self._links.keys() - bytes_per_s.keys():
-            del self._links[peer]
-            metrics.LINK_RATE.remove(*self._labels, peer, self._connector)
+    def links_measured(
+        self, bytes_per_s: Mapping[InstanceId, float], connectors: Mapping[InstanceId, str]
+    ) -> None:
+        for peer, (connector, _) in list(self._links.items()):
+            if peer not in bytes_per_s or connectors.get(peer) != connector:
+                del self._links[peer]
+                metrics.LINK_RATE.remove(*self._labels, peer, connector)
         for peer, rate in bytes_per_s.items():
             if peer not in self._links:
-                self._links[peer] = metrics.LINK_RATE.labels(*self._labels, peer, self._connector)
-            self._links[peer].set(rate)
+                connector = connectors.get(peer, "none")
+                gauge = metrics.LINK_RATE.labels(*self._labels, peer, connector)
+                self._links[peer] = connector, gauge
+            self._links[peer][1].set(rate)
 
-    def hopeless(self) -> None:
-        self._hopeless.inc()
+    def hopeless(self, connector: str) -> None:
+        metrics.TRANSFERS_HOPELESS.labels(*self._labels, connector).inc()
 
-    def blocks_corrupt(self, num_blocks: int) -> None:
-        self._corrupt.inc(num_blocks)
+    def blocks_corrupt(self, num_blocks: int, connector: str) -> None:
+        metrics.CORRUPT_BLOCKS.labels(*self._labels, connector).inc(num_blocks)
 
 
 def _follow(gauge: Gauge, read: Callable[[], float]) -> None:

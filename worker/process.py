@@ -151,7 +151,7 @@ class _Worker:
         server = create_server()
         address = await bind(server, config.host, 0)
         me = InstanceRef(args.instance_id, epoch, address)
-        metrics = InstanceMetrics(args.role, me, config.transfer.connector, engine)
+        metrics = InstanceMetrics(args.role, me, engine)
         transfers = await self._build_transfers(me, engine, metrics)
         metrics.bind_sessions(transfers.sessions_by_state)
         transfers.start()
@@ -306,7 +306,7 @@ def _describe(
         max_num_batched_tokens=limits.max_num_batched_tokens,
         max_num_seqs=limits.max_num_seqs,
         max_model_len=engine.max_model_len,
-        connector=args.config.transfer.connector,
+        connector=",".join(sorted(args.config.transfer.named_connectors)) or "auto",
         node=socket.gethostname(),
         pid=os.getpid(),
         version=version("isthmus"),

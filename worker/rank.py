@@ -21,7 +21,7 @@ from isthmus.common.cluster import Role
 from isthmus.common.config import ClusterConfig, PoolConfig
 from isthmus.common.errors import ConfigError, ErrorDetail, InternalError, IsthmusError, ModelError
 from isthmus.common.logging import configure_logging, get_logger
-from isthmus.engine.kv_store import KvStore, layout_of
+from isthmus.engine.kv_store import KvStore, is_shared, layout_of
 from isthmus.engine.models.loader import load_model
 from isthmus.engine.tp_group import join_store, open_group
 from isthmus.engine.tp_steps import Follower, common_num_blocks
@@ -120,7 +120,8 @@ def _load(
         config.model, device, engine.num_threads, group, kernels_by_op=engine.kernels
     )
     num_blocks = common_num_blocks(engine, model.spec, group)
-    kv_store = KvStore(layout_of(model.spec, engine.block_size), num_blocks, device)
+    layout = layout_of(model.spec, engine.block_size)
+    kv_store = KvStore(layout, num_blocks, device, is_shared(engine))
     group.set_timeout(engine.tp_timeout_ms / 1000)
     return Follower(model, kv_store.tensor, device), kv_store
 

@@ -106,6 +106,14 @@ class InstanceServicer(instance_pb2_grpc.InstanceServiceServicer):
             sessions_by_state=self._runtime.transfers.sessions_by_state(),
         )
 
+    async def ListPeers(  # noqa: N802
+        self,
+        request: pb.ListPeersRequest,
+        context: grpc.aio.ServicerContext[pb.ListPeersRequest, pb.ListPeersResponse],
+    ) -> pb.ListPeersResponse:
+        connectors = self._runtime.transfers.connectors_by_peer()
+        return pb.ListPeersResponse(connectors=dict(connectors.items()))
+
 
 class TransferServicer(transfer_pb2_grpc.TransferServiceServicer):
     def __init__(self, runtime: WorkerRuntime) -> None:

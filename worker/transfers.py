@@ -1,4 +1,4 @@
-"""What an instance's processes give the transfers: each its own store, and a connector for it."""
+"""What an instance's processes give the transfers: each its own store, and connectors for it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from isthmus.common.config import TransferConfig
 from isthmus.common.logging import get_logger
 from isthmus.common.types import InstanceRef
 from isthmus.engine.kv_store import KvStore
-from isthmus.kvtransfer.connectors.registry import create_connector
+from isthmus.kvtransfer.connectors.registry import create_connectors
 from isthmus.kvtransfer.interface import MemoryRegion
 from isthmus.kvtransfer.port_server import PortServer
 from isthmus.kvtransfer.rank_port import LocalPort
@@ -22,12 +22,13 @@ def open_local_port(
     config: TransferConfig, me: InstanceRef, store: KvStore, clock: Clock
 ) -> LocalPort:
     """Blocks until the store is registered. Raises ConfigError and TransferError."""
-    layout = store.layout
+    layout, device = store.layout, str(store.tensor.device)
+    region = MemoryRegion(store.base_address, store.num_bytes, device, store.fd)
     return LocalPort(
         layout,
-        MemoryRegion(store.base_address, store.num_bytes, str(store.tensor.device)),
+        region,
         store.num_blocks,
-        create_connector(config, me, layout.block_bytes, layout.tp_rank),
+        create_connectors(config, me, region, layout.block_bytes, layout.tp_rank),
         config,
         clock,
     )

@@ -50,6 +50,8 @@ def status(
     for item in cluster.instances:
         if item.info is not None and item.info.kv_layout.tp_size > 1:
             stdout.print(describe_ranks(item.info))
+    for line in describe_pairs(cluster):
+        stdout.print(escape(line))
     ended = {item.instance_id: item.last_exit for item in cluster.instances}
     ended |= {item.name: item.last_exit for item in cluster.front}
     for ended_name, reason in ended.items():
@@ -60,6 +62,16 @@ def status(
 def describe_ranks(info: InstanceInfo) -> str:
     pids = ", ".join(map(str, info.rank_pids))
     return f"{info.instance_id} has tp_size {info.kv_layout.tp_size}; pids of its ranks: {pids}"
+
+
+def describe_pairs(cluster: ClusterStatus) -> list[str]:
+    """What KV goes over, one line for each two instances that have shaken hands."""
+    pairs = {
+        tuple(sorted((item.instance_id, peer))): connector
+        for item in cluster.instances
+        for peer, connector in item.connectors.items()
+    }
+    return [f"{one} – {other}: KV over {pairs[one, other]}" for one, other in sorted(pairs)]
 
 
 def gateway_status(url: str) -> GatewayStatus:

@@ -2,7 +2,7 @@
 
 A script is a list of ``WRITE:FAULT``, where WRITE counts this connector's writes with bytes from
 0, ``N+`` means write N and all later ones, and ``N%M`` every M-th from N on; ``nixl|…`` wraps NIXL
-instead of the local connector::
+instead of the local connector, ``shm|…`` and ``collective|…`` those::
 
     2:fail, 5:delay=10, 7+:hang        nixl|0+:drop        nixl|50%100:fail
 
@@ -30,6 +30,7 @@ from isthmus.kvtransfer.interface import (
     WriteState,
 )
 
+WRAPPED = ("local", "nixl", "shm", "collective")
 _FLIP_SEARCH_BYTES = 16 * 2**20
 _HEAD_BYTES = 32  # tells which transfer and chunk it was
 
@@ -65,7 +66,7 @@ def parse_script(script: str) -> tuple[str, tuple[Fault, ...]]:
     """(inner connector's name, faults). Raises ConfigError naming what cannot be read."""
     head, bar, tail = script.partition("|")
     inner, text = (head.strip(), tail) if bar else ("local", script)
-    if inner not in ("local", "nixl"):
+    if inner not in WRAPPED:
         raise ConfigError(f"transfer.fault_script: unknown connector '{inner}'", stage="config")
     return inner, tuple(_parse_fault(item.strip()) for item in text.split(",") if item.strip())
 
@@ -115,6 +116,8 @@ class FakeConnector:
     name = "fake"
 
     def __init__(self, inner: Connector, faults: Sequence[Fault] = ()) -> None:
+        self.domain = inner.domain
+        self.is_direct = False
         self._inner = inner
         self._faults = tuple(faults)
         self._num_writes = 0
@@ -126,6 +129,7 @@ class FakeConnector:
     def register(self, region: MemoryRegion) -> None:
         self._region = region
         self._inner.register(region)
+        self.is_direct = self._inner.is_direct
 
     def metadata(self) -> bytes:
         return self._inner.metadata()

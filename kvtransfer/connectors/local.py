@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 
 from isthmus.common.errors import HandshakeError, TransferError
+from isthmus.kvtransfer.connectors.host import process_domain
 from isthmus.kvtransfer.copies import Copies
 from isthmus.kvtransfer.interface import (
     CopyOp,
@@ -52,9 +53,11 @@ PROCESS_FABRIC = LocalFabric()
 
 class LocalConnector:
     name = "local"
+    is_direct = False
 
     def __init__(self, agent_name: str, fabric: LocalFabric = PROCESS_FABRIC) -> None:
         """``agent_name`` is unique among the fabric's open connectors."""
+        self.domain = process_domain()
         self._me = PeerName(agent_name)
         self._fabric = fabric
         self._region: MemoryRegion | None = None

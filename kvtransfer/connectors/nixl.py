@@ -39,7 +39,8 @@ from isthmus.kvtransfer.interface import (
     WriteState,
 )
 
-if not any(Path("/sys/class/infiniband").glob("*")):
+_HAS_RDMA = any(Path("/sys/class/infiniband").glob("*"))
+if not _HAS_RDMA:
     # UCX's InfiniBand module crashes at interpreter exit on machines without such a device.
     os.environ.setdefault("UCX_MODULES", "^ib")
 
@@ -71,6 +72,9 @@ _BAD_METADATA: tuple[type[Exception], ...] = (msgspec.DecodeError, *_NIXL_ERRORS
 # NIXL does not tell when a notification without data has left. It leaves at once over an open
 # connection; over one that is still being made it needs both ends to make progress for a while.
 _LONE_NOTIFICATION_S = 0.25
+_RDMA_TRANSPORTS = frozenset(
+    {"all", "ib", "rc", "rc_v", "rc_x", "rc_verbs", "rc_mlx5", "dc", "dc_x", "dc_mlx5"}
+)
 _STATES = {"DONE": WriteState.DONE, "PROC": WriteState.IN_PROGRESS, "ERR": WriteState.FAILED}
 
 
@@ -105,10 +109,12 @@ class _OpenWrite:
 
 class NixlConnector:
     name = "nixl"
+    domain = ""
 
     def __init__(self, agent_name: str, block_bytes: int) -> None:
         """Writes of whole multiples of ``block_bytes`` take the prepared path."""
         self._block_bytes = block_bytes
+        self.is_direct = False
         self._agent = nixl_agent(agent_name, nixl_agent_config(enable_prog_thread=False))
         if "UCX" not in self._agent.backends:
             raise TransferError("NIXL has no UCX backend here", stage="register")
@@ -127,6 +133,7 @@ class NixlConnector:
             self._mine = self._prepared("NIXL_INIT_AGENT", region)
         except _NIXL_ERRORS as error:
             raise TransferError(f"NIXL cannot register {region}", stage="register") from error
+        self.is_direct = side.memory == "VRAM" or (_HAS_RDMA and _may_use_rdma())
 
     def metadata(self) -> bytes:
         device = self._local.region.device
@@ -291,3 +298,10 @@ class NixlConnector:
             with suppress(*_NIXL_ERRORS):
                 write.transfer.release()
             write.transfer = None
+
+
+def _may_use_rdma() -> bool:
+    """UCX_TLS is a list of transports, or with ``^`` of those that are left out."""
+    chosen = os.environ.get("UCX_TLS", "all")
+    names = set(chosen.removeprefix("^").split(","))
+    return bool(names & _RDMA_TRANSPORTS) is not chosen.startswith("^")

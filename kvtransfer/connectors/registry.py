@@ -1,39 +1,110 @@
-"""Connector name → implementation, imported only when it is the one in use."""
+"""Connector name → implementation, imported only where it is in use."""
 
 from __future__ import annotations
 
-from isthmus.common.config import TransferConfig
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from isthmus.common.config import ConnectorName, TransferConfig
+from isthmus.common.errors import TransferError
+from isthmus.common.logging import get_logger
 from isthmus.common.types import InstanceRef
-from isthmus.kvtransfer.interface import Connector
+from isthmus.kvtransfer.interface import Connector, MemoryRegion
+
+_log = get_logger("kvtransfer")
 
 
-def create_connector(
-    config: TransferConfig, me: InstanceRef, block_bytes: int, tp_rank: int = 0
-) -> Connector:
-    """The connector that the configuration names. Its agent is named after instance, epoch, rank.
+@dataclass(frozen=True, slots=True)
+class Circumstances:
+    """What connectors are made for. ``block_bytes`` is the granularity of most writes, ``host`` the
+    address under which peers reach this process."""
 
-    ``block_bytes`` is the granularity of most writes. Raises ConfigError for a fault script that
-    cannot be read and TransferError when the connector cannot run here.
+    agent_name: str
+    region: MemoryRegion
+    block_bytes: int
+    host: str
+
+
+def create_connectors(
+    config: TransferConfig,
+    me: InstanceRef,
+    region: MemoryRegion,
+    block_bytes: int,
+    tp_rank: int = 0,
+) -> tuple[Connector, ...]:
+    """Those that the configuration names; for ``auto`` all that can run here. Their agents are
+    named after instance, epoch and rank.
+
+    Raises ConfigError for a fault script that cannot be read, and TransferError when a connector
+    that is named cannot run here or none can.
     """
     agent_name = f"{me.instance_id}@{me.epoch}" + (f"/{tp_rank}" if tp_rank else "")
-    if config.connector == "nixl":
-        return _nixl(agent_name, block_bytes)
-    if config.connector == "local":
-        return _local(agent_name)
+    here = Circumstances(agent_name, region, block_bytes, me.address.rpartition(":")[0])
+    if config.named_connectors:
+        return tuple(_create(name, here, config) for name in config.named_connectors)
+    made, obstacles = [], []
+    for name in _AUTO:
+        obstacle = _obstacle(name, here)
+        try:
+            if not obstacle:
+                made.append(_create(name, here, config))
+        except TransferError as error:
+            obstacle = error.message
+        if obstacle:
+            obstacles.append(f"{name}: {obstacle}")
+    _log.info("connectors", offered=[connector.name for connector in made], without=obstacles)
+    if not made:
+        raise TransferError(f"nothing can move KV here: {'; '.join(obstacles)}", stage="register")
+    return tuple(made)
+
+
+def _create(name: ConnectorName, here: Circumstances, config: TransferConfig) -> Connector:
+    if name != "fake":
+        return _MAKERS[name](here)
     from isthmus.kvtransfer.connectors.fake import FakeConnector, parse_script
 
-    inner_name, faults = parse_script(config.fault_script)
-    inner = _nixl(agent_name, block_bytes) if inner_name == "nixl" else _local(agent_name)
-    return FakeConnector(inner, faults)
+    inner, faults = parse_script(config.fault_script)
+    return FakeConnector(_MAKERS[inner](here), faults)
 
 
-def _local(agent_name: str) -> Connector:
+def _obstacle(name: ConnectorName, here: Circumstances) -> str:
+    """Why the connector is not tried; empty when it is."""
+    if name == "nixl" and importlib.util.find_spec("nixl_cu13") is None:
+        return "the wheel nixl-cu13 is not installed"
+    if name == "shm" and here.region.fd < 0:
+        return "the KV store is private memory"
+    return ""
+
+
+def _local(here: Circumstances) -> Connector:
     from isthmus.kvtransfer.connectors.local import LocalConnector
 
-    return LocalConnector(agent_name)
+    return LocalConnector(here.agent_name)
 
 
-def _nixl(agent_name: str, block_bytes: int) -> Connector:
+def _nixl(here: Circumstances) -> Connector:
     from isthmus.kvtransfer.connectors.nixl import NixlConnector
 
-    return NixlConnector(agent_name, block_bytes)
+    return NixlConnector(here.agent_name, here.block_bytes)
+
+
+def _shm(here: Circumstances) -> Connector:
+    from isthmus.kvtransfer.connectors.shm import ShmConnector
+
+    return ShmConnector(here.agent_name)
+
+
+def _collective(here: Circumstances) -> Connector:
+    from isthmus.kvtransfer.connectors.collective import CollectiveConnector
+
+    return CollectiveConnector(here.agent_name, here.host)
+
+
+_AUTO: tuple[ConnectorName, ...] = ("nixl", "shm", "collective")
+_MAKERS: dict[str, Callable[[Circumstances], Connector]] = {
+    "nixl": _nixl,
+    "shm": _shm,
+    "collective": _collective,
+    "local": _local,
+}

@@ -25,13 +25,15 @@ _sym_db = _symbol_database.Default()
 from isthmus.protos.v1 import common_pb2 as isthmus_dot_protos_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n isthmus/protos/v1/instance.proto\x12\x11isthmus.protos.v1\x1a\x1eisthmus/protos/v1/common.proto\"\x10\n\x0eGetInfoRequest\"@\n\x0fGetInfoResponse\x12-\n\x04info\x18\x01 \x01(\x0b\x32\x1f.isthmus.protos.v1.InstanceInfo\"\'\n\x10WatchLoadRequest\x12\x13\n\x0binterval_ms\x18\x01 \x01(\r\"B\n\x11WatchLoadResponse\x12-\n\x06report\x18\x01 \x01(\x0b\x32\x1d.isthmus.protos.v1.LoadReport\"7\n\x14WatchKvEventsRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x10\n\x08\x66rom_seq\x18\x02 \x01(\x04\"G\n\x15WatchKvEventsResponse\x12.\n\x05\x62\x61tch\x18\x01 \x01(\x0b\x32\x1f.isthmus.protos.v1.KvEventBatch\"\x13\n\x11\x46lushCacheRequest\"(\n\x12\x46lushCacheResponse\x12\x12\n\nnum_blocks\x18\x01 \x01(\x04\"\"\n\x0c\x44rainRequest\x12\x12\n\ntimeout_ms\x18\x01 \x01(\x03\"r\n\rDrainResponse\x12/\n\x05state\x18\x01 \x01(\x0e\x32 .isthmus.protos.v1.InstanceState\x12\x18\n\x10running_requests\x18\x02 \x01(\r\x12\x16\n\x0eheld_transfers\x18\x03 \x01(\r\"\x17\n\x15\x43heckIntegrityRequest\"\xfb\x01\n\x16\x43heckIntegrityResponse\x12\x10\n\x08is_clean\x18\x01 \x01(\x08\x12\x0f\n\x07problem\x18\x02 \x01(\t\x12+\n\x04load\x18\x03 \x01(\x0b\x32\x1d.isthmus.protos.v1.LoadReport\x12Y\n\x11sessions_by_state\x18\x04 \x03(\x0b\x32>.isthmus.protos.v1.CheckIntegrityResponse.SessionsByStateEntry\x1a\x36\n\x14SessionsByStateEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\x32\xb3\x04\n\x0fInstanceService\x12P\n\x07GetInfo\x12!.isthmus.protos.v1.GetInfoRequest\x1a\".isthmus.protos.v1.GetInfoResponse\x12X\n\tWatchLoad\x12#.isthmus.protos.v1.WatchLoadRequest\x1a$.isthmus.protos.v1.WatchLoadResponse0\x01\x12\x64\n\rWatchKvEvents\x12\'.isthmus.protos.v1.WatchKvEventsRequest\x1a(.isthmus.protos.v1.WatchKvEventsResponse0\x01\x12Y\n\nFlushCache\x12$.isthmus.protos.v1.FlushCacheRequest\x1a%.isthmus.protos.v1.FlushCacheResponse\x12L\n\x05\x44rain\x12\x1f.isthmus.protos.v1.DrainRequest\x1a .isthmus.protos.v1.DrainResponse0\x01\x12\x65\n\x0e\x43heckIntegrity\x12(.isthmus.protos.v1.CheckIntegrityRequest\x1a).isthmus.protos.v1.CheckIntegrityResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n isthmus/protos/v1/instance.proto\x12\x11isthmus.protos.v1\x1a\x1eisthmus/protos/v1/common.proto\"\x10\n\x0eGetInfoRequest\"@\n\x0fGetInfoResponse\x12-\n\x04info\x18\x01 \x01(\x0b\x32\x1f.isthmus.protos.v1.InstanceInfo\"\'\n\x10WatchLoadRequest\x12\x13\n\x0binterval_ms\x18\x01 \x01(\r\"B\n\x11WatchLoadResponse\x12-\n\x06report\x18\x01 \x01(\x0b\x32\x1d.isthmus.protos.v1.LoadReport\"7\n\x14WatchKvEventsRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x10\n\x08\x66rom_seq\x18\x02 \x01(\x04\"G\n\x15WatchKvEventsResponse\x12.\n\x05\x62\x61tch\x18\x01 \x01(\x0b\x32\x1f.isthmus.protos.v1.KvEventBatch\"\x13\n\x11\x46lushCacheRequest\"(\n\x12\x46lushCacheResponse\x12\x12\n\nnum_blocks\x18\x01 \x01(\x04\"\"\n\x0c\x44rainRequest\x12\x12\n\ntimeout_ms\x18\x01 \x01(\x03\"r\n\rDrainResponse\x12/\n\x05state\x18\x01 \x01(\x0e\x32 .isthmus.protos.v1.InstanceState\x12\x18\n\x10running_requests\x18\x02 \x01(\r\x12\x16\n\x0eheld_transfers\x18\x03 \x01(\r\"\x12\n\x10ListPeersRequest\"\x90\x01\n\x11ListPeersResponse\x12H\n\nconnectors\x18\x01 \x03(\x0b\x32\x34.isthmus.protos.v1.ListPeersResponse.ConnectorsEntry\x1a\x31\n\x0f\x43onnectorsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x17\n\x15\x43heckIntegrityRequest\"\xfb\x01\n\x16\x43heckIntegrityResponse\x12\x10\n\x08is_clean\x18\x01 \x01(\x08\x12\x0f\n\x07problem\x18\x02 \x01(\t\x12+\n\x04load\x18\x03 \x01(\x0b\x32\x1d.isthmus.protos.v1.LoadReport\x12Y\n\x11sessions_by_state\x18\x04 \x03(\x0b\x32>.isthmus.protos.v1.CheckIntegrityResponse.SessionsByStateEntry\x1a\x36\n\x14SessionsByStateEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\x32\x8b\x05\n\x0fInstanceService\x12P\n\x07GetInfo\x12!.isthmus.protos.v1.GetInfoRequest\x1a\".isthmus.protos.v1.GetInfoResponse\x12X\n\tWatchLoad\x12#.isthmus.protos.v1.WatchLoadRequest\x1a$.isthmus.protos.v1.WatchLoadResponse0\x01\x12\x64\n\rWatchKvEvents\x12\'.isthmus.protos.v1.WatchKvEventsRequest\x1a(.isthmus.protos.v1.WatchKvEventsResponse0\x01\x12Y\n\nFlushCache\x12$.isthmus.protos.v1.FlushCacheRequest\x1a%.isthmus.protos.v1.FlushCacheResponse\x12L\n\x05\x44rain\x12\x1f.isthmus.protos.v1.DrainRequest\x1a .isthmus.protos.v1.DrainResponse0\x01\x12\x65\n\x0e\x43heckIntegrity\x12(.isthmus.protos.v1.CheckIntegrityRequest\x1a).isthmus.protos.v1.CheckIntegrityResponse\x12V\n\tListPeers\x12#.isthmus.protos.v1.ListPeersRequest\x1a$.isthmus.protos.v1.ListPeersResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'isthmus.protos.v1.instance_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_LISTPEERSRESPONSE_CONNECTORSENTRY']._loaded_options = None
+  _globals['_LISTPEERSRESPONSE_CONNECTORSENTRY']._serialized_options = b'8\001'
   _globals['_CHECKINTEGRITYRESPONSE_SESSIONSBYSTATEENTRY']._loaded_options = None
   _globals['_CHECKINTEGRITYRESPONSE_SESSIONSBYSTATEENTRY']._serialized_options = b'8\001'
   _globals['_GETINFOREQUEST']._serialized_start=87
@@ -54,12 +56,18 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DRAINREQUEST']._serialized_end=507
   _globals['_DRAINRESPONSE']._serialized_start=509
   _globals['_DRAINRESPONSE']._serialized_end=623
-  _globals['_CHECKINTEGRITYREQUEST']._serialized_start=625
-  _globals['_CHECKINTEGRITYREQUEST']._serialized_end=648
-  _globals['_CHECKINTEGRITYRESPONSE']._serialized_start=651
-  _globals['_CHECKINTEGRITYRESPONSE']._serialized_end=902
-  _globals['_CHECKINTEGRITYRESPONSE_SESSIONSBYSTATEENTRY']._serialized_start=848
-  _globals['_CHECKINTEGRITYRESPONSE_SESSIONSBYSTATEENTRY']._serialized_end=902
-  _globals['_INSTANCESERVICE']._serialized_start=905
-  _globals['_INSTANCESERVICE']._serialized_end=1468
+  _globals['_LISTPEERSREQUEST']._serialized_start=625
+  _globals['_LISTPEERSREQUEST']._serialized_end=643
+  _globals['_LISTPEERSRESPONSE']._serialized_start=646
+  _globals['_LISTPEERSRESPONSE']._serialized_end=790
+  _globals['_LISTPEERSRESPONSE_CONNECTORSENTRY']._serialized_start=741
+  _globals['_LISTPEERSRESPONSE_CONNECTORSENTRY']._serialized_end=790
+  _globals['_CHECKINTEGRITYREQUEST']._serialized_start=792
+  _globals['_CHECKINTEGRITYREQUEST']._serialized_end=815
+  _globals['_CHECKINTEGRITYRESPONSE']._serialized_start=818
+  _globals['_CHECKINTEGRITYRESPONSE']._serialized_end=1069
+  _globals['_CHECKINTEGRITYRESPONSE_SESSIONSBYSTATEENTRY']._serialized_start=1015
+  _globals['_CHECKINTEGRITYRESPONSE_SESSIONSBYSTATEENTRY']._serialized_end=1069
+  _globals['_INSTANCESERVICE']._serialized_start=1072
+  _globals['_INSTANCESERVICE']._serialized_end=1723
 # @@protoc_insertion_point(module_scope)

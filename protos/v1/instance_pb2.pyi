@@ -69,6 +69,23 @@ class DrainResponse(_message.Message):
     held_transfers: int
     def __init__(self, state: _Optional[_Union[_common_pb2.InstanceState, str]] = ..., running_requests: _Optional[int] = ..., held_transfers: _Optional[int] = ...) -> None: ...
 
+class ListPeersRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListPeersResponse(_message.Message):
+    __slots__ = ("connectors",)
+    class ConnectorsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    CONNECTORS_FIELD_NUMBER: _ClassVar[int]
+    connectors: _containers.ScalarMap[str, str]
+    def __init__(self, connectors: _Optional[_Mapping[str, str]] = ...) -> None: ...
+
 class CheckIntegrityRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

@@ -64,6 +64,11 @@ class InstanceServiceStub:
                 request_serializer=isthmus_dot_protos_dot_v1_dot_instance__pb2.CheckIntegrityRequest.SerializeToString,
                 response_deserializer=isthmus_dot_protos_dot_v1_dot_instance__pb2.CheckIntegrityResponse.FromString,
                 _registered_method=True)
+        self.ListPeers = channel.unary_unary(
+                '/isthmus.protos.v1.InstanceService/ListPeers',
+                request_serializer=isthmus_dot_protos_dot_v1_dot_instance__pb2.ListPeersRequest.SerializeToString,
+                response_deserializer=isthmus_dot_protos_dot_v1_dot_instance__pb2.ListPeersResponse.FromString,
+                _registered_method=True)
 
 
 class InstanceServiceServicer:
@@ -106,6 +111,13 @@ class InstanceServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListPeers(self, request, context):
+        """Who this instance has shaken hands with.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_InstanceServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -138,6 +150,11 @@ def add_InstanceServiceServicer_to_server(servicer, server):
                     servicer.CheckIntegrity,
                     request_deserializer=isthmus_dot_protos_dot_v1_dot_instance__pb2.CheckIntegrityRequest.FromString,
                     response_serializer=isthmus_dot_protos_dot_v1_dot_instance__pb2.CheckIntegrityResponse.SerializeToString,
+            ),
+            'ListPeers': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListPeers,
+                    request_deserializer=isthmus_dot_protos_dot_v1_dot_instance__pb2.ListPeersRequest.FromString,
+                    response_serializer=isthmus_dot_protos_dot_v1_dot_instance__pb2.ListPeersResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -302,6 +319,33 @@ class InstanceService:
             '/isthmus.protos.v1.InstanceService/CheckIntegrity',
             isthmus_dot_protos_dot_v1_dot_instance__pb2.CheckIntegrityRequest.SerializeToString,
             isthmus_dot_protos_dot_v1_dot_instance__pb2.CheckIntegrityResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListPeers(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/isthmus.protos.v1.InstanceService/ListPeers',
+            isthmus_dot_protos_dot_v1_dot_instance__pb2.ListPeersRequest.SerializeToString,
+            isthmus_dot_protos_dot_v1_dot_instance__pb2.ListPeersResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -25,21 +25,23 @@ _sym_db = _symbol_database.Default()
 from isthmus.protos.v1 import common_pb2 as isthmus_dot_protos_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n isthmus/protos/v1/transfer.proto\x12\x11isthmus.protos.v1\x1a\x1eisthmus/protos/v1/common.proto\"\xa1\x01\n\x0cRankEndpoint\x12\x0f\n\x07tp_rank\x18\x01 \x01(\r\x12\x16\n\x0e\x61gent_metadata\x18\x02 \x01(\x0c\x12\x14\n\x0c\x62\x61se_address\x18\x03 \x01(\x04\x12\x11\n\tnum_bytes\x18\x04 \x01(\x04\x12\x12\n\nnum_blocks\x18\x05 \x01(\x04\x12+\n\x06layout\x18\x06 \x01(\x0b\x32\x1b.isthmus.protos.v1.KvLayout\"\xc5\x01\n\rTransferOffer\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x13\n\x0blayout_hash\x18\x02 \x01(\t\x12\x30\n\x08instance\x18\x03 \x01(\x0b\x32\x1e.isthmus.protos.v1.InstanceRef\x12\x11\n\tconnector\x18\x04 \x01(\t\x12.\n\x05ranks\x18\x05 \x03(\x0b\x32\x1f.isthmus.protos.v1.RankEndpoint\x12\x10\n\x08\x63hecksum\x18\x06 \x01(\t\"C\n\x10HandshakeRequest\x12/\n\x05offer\x18\x01 \x01(\x0b\x32 .isthmus.protos.v1.TransferOffer\"D\n\x11HandshakeResponse\x12/\n\x05offer\x18\x01 \x01(\x0b\x32 .isthmus.protos.v1.TransferOffer2i\n\x0fTransferService\x12V\n\tHandshake\x12#.isthmus.protos.v1.HandshakeRequest\x1a$.isthmus.protos.v1.HandshakeResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n isthmus/protos/v1/transfer.proto\x12\x11isthmus.protos.v1\x1a\x1eisthmus/protos/v1/common.proto\"S\n\x0e\x43onnectorOffer\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x10\n\x08metadata\x18\x02 \x01(\x0c\x12\x0e\n\x06\x64omain\x18\x03 \x01(\t\x12\x11\n\tis_direct\x18\x04 \x01(\x08\"\xc6\x01\n\x0cRankEndpoint\x12\x0f\n\x07tp_rank\x18\x01 \x01(\r\x12\x14\n\x0c\x62\x61se_address\x18\x03 \x01(\x04\x12\x11\n\tnum_bytes\x18\x04 \x01(\x04\x12\x12\n\nnum_blocks\x18\x05 \x01(\x04\x12+\n\x06layout\x18\x06 \x01(\x0b\x32\x1b.isthmus.protos.v1.KvLayout\x12\x35\n\nconnectors\x18\x07 \x03(\x0b\x32!.isthmus.protos.v1.ConnectorOfferJ\x04\x08\x02\x10\x03\"\xb8\x01\n\rTransferOffer\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x13\n\x0blayout_hash\x18\x02 \x01(\t\x12\x30\n\x08instance\x18\x03 \x01(\x0b\x32\x1e.isthmus.protos.v1.InstanceRef\x12.\n\x05ranks\x18\x05 \x03(\x0b\x32\x1f.isthmus.protos.v1.RankEndpoint\x12\x10\n\x08\x63hecksum\x18\x06 \x01(\tJ\x04\x08\x04\x10\x05\"C\n\x10HandshakeRequest\x12/\n\x05offer\x18\x01 \x01(\x0b\x32 .isthmus.protos.v1.TransferOffer\"D\n\x11HandshakeResponse\x12/\n\x05offer\x18\x01 \x01(\x0b\x32 .isthmus.protos.v1.TransferOffer2i\n\x0fTransferService\x12V\n\tHandshake\x12#.isthmus.protos.v1.HandshakeRequest\x1a$.isthmus.protos.v1.HandshakeResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'isthmus.protos.v1.transfer_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_RANKENDPOINT']._serialized_start=88
-  _globals['_RANKENDPOINT']._serialized_end=249
-  _globals['_TRANSFEROFFER']._serialized_start=252
-  _globals['_TRANSFEROFFER']._serialized_end=449
-  _globals['_HANDSHAKEREQUEST']._serialized_start=451
-  _globals['_HANDSHAKEREQUEST']._serialized_end=518
-  _globals['_HANDSHAKERESPONSE']._serialized_start=520
-  _globals['_HANDSHAKERESPONSE']._serialized_end=588
-  _globals['_TRANSFERSERVICE']._serialized_start=590
-  _globals['_TRANSFERSERVICE']._serialized_end=695
+  _globals['_CONNECTOROFFER']._serialized_start=87
+  _globals['_CONNECTOROFFER']._serialized_end=170
+  _globals['_RANKENDPOINT']._serialized_start=173
+  _globals['_RANKENDPOINT']._serialized_end=371
+  _globals['_TRANSFEROFFER']._serialized_start=374
+  _globals['_TRANSFEROFFER']._serialized_end=558
+  _globals['_HANDSHAKEREQUEST']._serialized_start=560
+  _globals['_HANDSHAKEREQUEST']._serialized_end=627
+  _globals['_HANDSHAKERESPONSE']._serialized_start=629
+  _globals['_HANDSHAKERESPONSE']._serialized_end=697
+  _globals['_TRANSFERSERVICE']._serialized_start=699
+  _globals['_TRANSFERSERVICE']._serialized_end=804
 # @@protoc_insertion_point(module_scope)

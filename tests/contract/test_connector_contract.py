@@ -1,4 +1,5 @@
-"""What every connector promises, held against each: in one process, and NIXL between two."""
+"""What every connector promises, held against each: NIXL between two processes, the others in one
+(``test_connector_faults`` has the ends that are killed or stopped)."""
 
 from __future__ import annotations
 
@@ -65,25 +66,34 @@ def connect(source: End, target: End) -> Pair:
     )
 
 
+KINDS = [
+    "local",
+    "fake",
+    "shm",
+    "collective",
+    pytest.param("nixl", marks=pytest.mark.nixl),
+    pytest.param("nixl-tcp", marks=pytest.mark.nixl),
+]
+
+
+def start_end(
+    kind: str, name: str, num_blocks: int, seed: int, fabric: LocalFabric | None = None
+) -> End:
+    if kind in ("nixl", "nixl-tcp"):
+        tls = "tcp" if kind == "nixl-tcp" else ""
+        return ConnectorProcess("nixl", name, num_blocks * BLOCK, seed, BLOCK, tls)
+    return make_end(kind, name, num_blocks * BLOCK, seed, BLOCK, fabric)
+
+
 def make_pair(kind: str) -> Pair:
-    sizes = (("source", SOURCE_BLOCKS * BLOCK, 1), ("target", TARGET_BLOCKS * BLOCK, 2))
-    if kind in ("local", "fake"):
-        fabric = LocalFabric()
-        source, target = (make_end(kind, *size, BLOCK, fabric) for size in sizes)
-        return connect(source, target)
-    tls = "tcp" if kind == "nixl-tcp" else ""
-    return connect(*(ConnectorProcess("nixl", *size, BLOCK, tls) for size in sizes))
+    fabric = LocalFabric()
+    return connect(
+        start_end(kind, "source", SOURCE_BLOCKS, 1, fabric),
+        start_end(kind, "target", TARGET_BLOCKS, 2, fabric),
+    )
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        "local",
-        "fake",
-        pytest.param("nixl", marks=pytest.mark.nixl),
-        pytest.param("nixl-tcp", marks=pytest.mark.nixl),
-    ],
-)
+@pytest.fixture(scope="module", params=KINDS)
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     pair = make_pair(request.param)
     yield pair
@@ -107,6 +117,17 @@ def scattered_blocks(count: int, seed: int) -> list[CopyOp]:
     ]
 
 
+def thousands_of_pieces(seed: int) -> list[CopyOp]:
+    size, count = 64, 4096
+    random = np.random.default_rng(seed)
+    sources = random.permutation(SOURCE_BLOCKS * BLOCK // size)[:count]
+    targets = random.permutation(TARGET_BLOCKS * BLOCK // size)[:count]
+    return [
+        CopyOp(s * size, t * size, size)
+        for s, t in zip(sources.tolist(), targets.tolist(), strict=True)
+    ]
+
+
 def unlike_offsets(seed: int) -> list[CopyOp]:
     """Copies of odd sizes at odd places; the targets do not overlap."""
     random = np.random.default_rng(seed)
@@ -125,9 +146,10 @@ def unlike_offsets(seed: int) -> list[CopyOp]:
         lambda: [CopyOp(0, 0, BLOCK)],
         lambda: [CopyOp(3 * BLOCK, 90 * BLOCK, 6 * BLOCK)],
         lambda: scattered_blocks(SOURCE_BLOCKS, seed=3),
+        lambda: thousands_of_pieces(seed=5),
         lambda: unlike_offsets(seed=4),
     ],
-    ids=["one block", "run of blocks", "all blocks scattered", "unlike offsets"],
+    ids=["one block", "run of blocks", "all blocks scattered", "thousands", "unlike offsets"],
 )
 def test_write_lands_exactly_where_asked(pair: Pair, plan: Callable[[], list[CopyOp]]) -> None:
     ops = plan()
@@ -213,15 +235,7 @@ def test_foreign_metadata_is_refused(pair: Pair) -> None:
         pair.source.add_peer(b"not metadata at all", pair.target.introduce()[1])
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "local",
-        "fake",
-        pytest.param("nixl", marks=pytest.mark.nixl),
-        pytest.param("nixl-tcp", marks=pytest.mark.nixl),
-    ],
-)
+@pytest.mark.parametrize("kind", KINDS)
 class TestPeerChanges:
     def test_removed_peer_is_refused_and_can_come_back(self, kind: str) -> None:
         pair = make_pair(kind)
@@ -244,10 +258,7 @@ class TestPeerChanges:
         fabric = LocalFabric()
 
         def end(name: str, num_blocks: int, seed: int) -> End:
-            if kind in ("local", "fake"):
-                return make_end(kind, name, num_blocks * BLOCK, seed, BLOCK, fabric)
-            tls = "tcp" if kind == "nixl-tcp" else ""
-            return ConnectorProcess("nixl", name, num_blocks * BLOCK, seed, BLOCK, tls)
+            return start_end(kind, name, num_blocks, seed, fabric)
 
         ends = [end("source@1", SOURCE_BLOCKS, 1), end("target@1", TARGET_BLOCKS, 2)]
         try:
@@ -268,3 +279,64 @@ class TestPeerChanges:
         finally:
             for each in ends:
                 each.close()
+
+    def test_two_peers_at_once_get_each_its_own(self, kind: str) -> None:
+        fabric = LocalFabric()
+        source = start_end(kind, "source", SOURCE_BLOCKS, 1, fabric)
+        targets = [start_end(kind, f"target-{n}", TARGET_BLOCKS, 2 + n, fabric) for n in range(2)]
+        try:
+            pairs = [connect(source, target) for target in targets]
+            plans = [scattered_blocks(SOURCE_BLOCKS, seed=20 + n) for n in range(2)]
+            models = [np.frombuffer(target.read(), np.uint8).copy() for target in targets]
+            handles = [
+                source.post_write(pair.to_target, plan, b"%d" % number)
+                for number, (pair, plan) in enumerate(zip(pairs, plans, strict=True))
+            ]
+
+            def all_done() -> bool:
+                for pair in pairs:
+                    pair.early += pair.target.take_notifications()
+                states = [source.poll(handle) for handle in handles]
+                return states == [WriteState.DONE] * len(handles)
+
+            drive_until(all_done)
+            for number, (pair, plan, model) in enumerate(zip(pairs, plans, models, strict=True)):
+                source.release(handles[number])
+                assert pair.notifications(1) == [(pair.from_source, b"%d" % number)]
+                apply(model, source.read(), plan)
+                assert pair.target.read() == model.tobytes()
+        finally:
+            for end in (source, *targets):
+                end.close()
+
+    def test_closing_while_a_write_is_open_ends_it_for_good(self, kind: str) -> None:
+        """Whatever of it has landed at that time, nothing lands later, and the target goes on."""
+        fabric = LocalFabric()
+        pair = connect(
+            start_end(kind, "source@1", SOURCE_BLOCKS, 1, fabric),
+            start_end(kind, "target", TARGET_BLOCKS, 2, fabric),
+        )
+        other = start_end(kind, "source@2", SOURCE_BLOCKS, 3, fabric)
+        try:
+            assert pair.write([CopyOp(0, 0, BLOCK)], b"1") is WriteState.DONE
+            pair.notifications(1)
+            pair.source.post_write(
+                pair.to_target, [CopyOp(0, 0, SOURCE_BLOCKS * BLOCK)], b"never awaited"
+            )
+            pair.source.close()
+            successor = connect(other, pair.target)
+            assert successor.write(scattered_blocks(8, seed=30), b"2") is WriteState.DONE
+            arrived: list[bytes] = []
+
+            def has_come() -> bool:
+                arrived.extend(payload for _, payload in pair.target.take_notifications())
+                return b"2" in arrived
+
+            arrived.extend(payload for _, payload in successor.early)
+            drive_until(has_come)
+            before = pair.target.read()
+            pair.target.take_notifications()
+            assert pair.target.read() == before
+        finally:
+            for end in (pair.source, pair.target, other):
+                end.close()

@@ -181,7 +181,6 @@ async def test_a_handshake_with_another_layout_is_refused_by_name() -> None:
                 protocol_version=PROTOCOL_VERSION,
                 layout_hash=other.info.kv_layout.compat_hash,
                 instance=convert.ref_to_pb(other.info.ref),
-                connector="local",
                 ranks=[
                     transfer_pb2.RankEndpoint(layout=convert.layout_to_pb(other.info.kv_layout))
                 ],

@@ -18,8 +18,10 @@ from typing import Any
 
 import numpy as np
 
+from isthmus.common.shared_memory import create_shared_memory
 from isthmus.kvtransfer.connectors.fake import FakeConnector, Fault
 from isthmus.kvtransfer.connectors.local import LocalConnector, LocalFabric
+from isthmus.kvtransfer.connectors.shm import ShmConnector
 from isthmus.kvtransfer.interface import (
     Connector,
     CopyOp,
@@ -29,7 +31,7 @@ from isthmus.kvtransfer.interface import (
     WriteState,
 )
 
-CALL_TIMEOUT_S = 20.0
+CALL_TIMEOUT_S = 60.0  # a process may have to load torch first
 
 
 def drive_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
@@ -45,8 +47,10 @@ class ConnectorEnd:
 
     def __init__(self, connector: Connector, num_bytes: int, seed: int) -> None:
         self.connector = connector
-        self.memory = np.random.default_rng(seed).integers(0, 256, num_bytes, dtype=np.uint8)
-        self.region = MemoryRegion(self.memory.ctypes.data, num_bytes)
+        mapping, self._fd = create_shared_memory(num_bytes)
+        self.memory = np.frombuffer(mapping, dtype=np.uint8)
+        self.memory[:] = np.random.default_rng(seed).integers(0, 256, num_bytes, dtype=np.uint8)
+        self.region = MemoryRegion(self.memory.ctypes.data, num_bytes, fd=self._fd)
         connector.register(self.region)
 
     def introduce(self) -> tuple[bytes, MemoryRegion]:
@@ -75,6 +79,9 @@ class ConnectorEnd:
 
     def close(self) -> None:
         self.connector.close()
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
 
 
 def make_end(
@@ -86,15 +93,25 @@ def make_end(
     fabric: LocalFabric | None = None,
     faults: Sequence[Fault] = (),
 ) -> ConnectorEnd:
+    return ConnectorEnd(_make_connector(kind, name, block_bytes, fabric, faults), num_bytes, seed)
+
+
+def _make_connector(
+    kind: str, name: str, block_bytes: int, fabric: LocalFabric | None, faults: Sequence[Fault]
+) -> Connector:
     if kind == "nixl":
         from isthmus.kvtransfer.connectors.nixl import NixlConnector
 
-        return ConnectorEnd(NixlConnector(name, block_bytes), num_bytes, seed)
+        return NixlConnector(name, block_bytes)
+    if kind == "shm":
+        return ShmConnector(name)
+    if kind == "collective":
+        from isthmus.kvtransfer.connectors.collective import CollectiveConnector
+
+        return CollectiveConnector(name, "127.0.0.1")
     assert fabric is not None
-    connector: Connector = LocalConnector(name, fabric)
-    if kind == "fake":
-        connector = FakeConnector(connector, faults)
-    return ConnectorEnd(connector, num_bytes, seed)
+    local = LocalConnector(name, fabric)
+    return FakeConnector(local, faults) if kind == "fake" else local
 
 
 class ChildProcess:

@@ -56,7 +56,7 @@ class RankedInstance:
             store.layout,
             MemoryRegion(store.base_address, store.num_bytes),
             store.num_blocks,
-            LocalConnector(f"{self.ref.instance_id}/{store.layout.tp_rank}", fabric),
+            (LocalConnector(f"{self.ref.instance_id}/{store.layout.tp_rank}", fabric),),
             CONFIG,
             SystemClock(),
         )

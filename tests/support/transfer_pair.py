@@ -41,19 +41,23 @@ class RecordingObserver:
     num_hopeless: int = 0
     bytes_per_s: Mapping[InstanceId, float] = field(default_factory=dict)
 
-    def session_ended(self, side: Side, state: str, num_bytes: int, seconds: float) -> None:
+    def session_ended(
+        self, side: Side, state: str, connector: str, num_bytes: int, seconds: float
+    ) -> None:
         self.ended.append((side, state, num_bytes))
 
     def notification_ignored(self, reason: Ignored) -> None:
         self.ignored.append(reason)
 
-    def links_measured(self, bytes_per_s: Mapping[InstanceId, float]) -> None:
+    def links_measured(
+        self, bytes_per_s: Mapping[InstanceId, float], connectors: Mapping[InstanceId, str]
+    ) -> None:
         self.bytes_per_s = bytes_per_s
 
-    def hopeless(self) -> None:
+    def hopeless(self, connector: str) -> None:
         self.num_hopeless += 1
 
-    def blocks_corrupt(self, num_blocks: int) -> None:
+    def blocks_corrupt(self, num_blocks: int, connector: str) -> None:
         self.num_corrupt += num_blocks
 
 
@@ -101,7 +105,7 @@ class RankStores:
                 layout,
                 MemoryRegion(memory.ctypes.data, memory.nbytes),
                 NUM_BLOCKS,
-                connector,
+                (connector,),
                 config,
                 clock,
             )

@@ -1,4 +1,4 @@
-"""A TransferManager over NIXL in a process of its own, running as in a worker: the parent asks."""
+"""A TransferManager in a process of its own, running as in a worker: the parent asks."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 
 from isthmus.common.clock import SystemClock
-from isthmus.common.config import TransferConfig
+from isthmus.common.config import ConnectorName, TransferConfig
 from isthmus.common.ids import BlockId, InstanceId, TransferId
 from isthmus.common.kv_layout import KvLayout
+from isthmus.common.shared_memory import create_shared_memory
 from isthmus.common.transfer import TransferOffer, TransferTicket
 from isthmus.common.types import InstanceRef
-from isthmus.kvtransfer.connectors.registry import create_connector
+from isthmus.kvtransfer.connectors.registry import create_connectors
 from isthmus.kvtransfer.interface import MemoryRegion
 from isthmus.kvtransfer.manager import TransferManager
 from isthmus.kvtransfer.rank_port import LocalPort
@@ -27,15 +28,18 @@ LAYOUT = KvLayout(
     "model", num_layers=4, num_kv_heads=2, head_dim=64, block_size=16, dtype="float32"
 )
 NUM_BLOCKS = 512  # of 64 KiB
+Connectors = ConnectorName | list[ConnectorName]
 
 
 class TransferProcess(ChildProcess):
     """The parent's handle; method names are those of ``_Served``."""
 
-    def __init__(self, ref: InstanceRef, quarantine_ms: int, tls: str) -> None:
+    def __init__(
+        self, ref: InstanceRef, quarantine_ms: int, tls: str, connector: Connectors = "nixl"
+    ) -> None:
         super().__init__("tests.support.transfer_process", tls)
         self.ref = ref
-        self.call("make", ref, quarantine_ms)
+        self.call("make", ref, quarantine_ms, connector)
 
     @property
     def offer(self) -> TransferOffer:
@@ -49,16 +53,18 @@ class TransferProcess(ChildProcess):
 
 
 class _Served:
-    def __init__(self, ref: InstanceRef, quarantine_ms: int) -> None:
-        self._memory = np.random.default_rng(ref.epoch).integers(
-            0, 256, NUM_BLOCKS * LAYOUT.block_bytes, dtype=np.uint8
-        )
-        config = TransferConfig(connector="nixl", quarantine_ms=quarantine_ms)
+    def __init__(self, ref: InstanceRef, quarantine_ms: int, connector: Connectors) -> None:
+        num_bytes = NUM_BLOCKS * LAYOUT.block_bytes
+        mapping, fd = create_shared_memory(num_bytes)
+        self._memory = np.frombuffer(mapping, dtype=np.uint8)
+        self._memory[:] = np.random.default_rng(ref.epoch).integers(0, 256, num_bytes, np.uint8)
+        config = TransferConfig(connector=connector, quarantine_ms=quarantine_ms)
+        region = MemoryRegion(self._memory.ctypes.data, num_bytes, fd=fd)
         port = LocalPort(
             LAYOUT,
-            MemoryRegion(self._memory.ctypes.data, self._memory.nbytes),
+            region,
             NUM_BLOCKS,
-            create_connector(config, ref, LAYOUT.block_bytes),
+            create_connectors(config, ref, region, LAYOUT.block_bytes),
             config,
             SystemClock(),
         )

@@ -16,7 +16,7 @@ from isthmus.common.ids import InstanceId
 from isthmus.common.types import InstanceRef
 from isthmus.kvtransfer.connectors.fake import FakeConnector, Fault, FaultKind, parse_script
 from isthmus.kvtransfer.connectors.local import LocalConnector, LocalFabric
-from isthmus.kvtransfer.connectors.registry import create_connector
+from isthmus.kvtransfer.connectors.registry import create_connectors
 from isthmus.kvtransfer.interface import CopyOp, MemoryRegion, PeerName, WriteState
 
 ME = InstanceRef(InstanceId("prefill-0"), 4, "127.0.0.1:1")
@@ -125,8 +125,8 @@ def test_unreadable_script_is_a_configuration_error(script: str) -> None:
 
 
 def test_registry_names_connectors_after_instance_and_epoch() -> None:
-    local = create_connector(TransferConfig(connector="local"), ME, 64)
-    fake = create_connector(TransferConfig(connector="fake", fault_script="0:fail"), ME, 64)
+    config = TransferConfig(connector=["local", "fake"], fault_script="0:fail")
+    local, fake = create_connectors(config, ME, MemoryRegion(0, 1), 64)
     assert (local.name, fake.name) == ("local", "fake")
     assert msgspec.msgpack.decode(local.metadata())["name"] == "prefill-0@4"
 

@@ -32,6 +32,8 @@ class ScriptedConnector:
     """States are set by the test; remembers what it was asked."""
 
     name = "scripted"
+    domain = ""
+    is_direct = False
 
     def __init__(self) -> None:
         self.posted: list[PeerName] = []
@@ -103,7 +105,7 @@ class Rig:
         monkeypatch.setattr("isthmus.kvtransfer.link.INITIAL_WINDOW_BYTES", window)
         self.clock = VirtualClock(0)
         self.connector = ScriptedConnector()
-        self.driver = ConnectorDriver(self.connector, MemoryRegion(0, 1), self.clock)
+        self.driver = ConnectorDriver(self.connector, self.clock)
         self.owner = Owner()
 
     def submit(

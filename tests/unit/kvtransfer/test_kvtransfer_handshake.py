@@ -8,7 +8,7 @@ import pytest
 from isthmus.common.errors import HandshakeError, LayoutMismatchError, StaleEpochError
 from isthmus.common.ids import InstanceId
 from isthmus.common.kv_layout import KvLayout
-from isthmus.common.transfer import RankEndpoint, TransferOffer
+from isthmus.common.transfer import ConnectorOffer, RankEndpoint, TransferOffer
 from isthmus.common.types import InstanceRef
 from isthmus.kvtransfer.handshake import check_epoch, check_offer, make_offer
 from tests.support.transfer_pair import LAYOUT, ranked
@@ -17,12 +17,13 @@ from tests.support.transfer_pair import LAYOUT, ranked
 def offer(instance_id: str = "decode-0", **changes: object) -> TransferOffer:
     ref = InstanceRef(InstanceId(instance_id), 3, "127.0.0.1:1")
     ranks = [rank_of(LAYOUT)]
-    return replace(make_offer(ref, "nixl", ranks), **changes)  # type: ignore[arg-type]
+    return replace(make_offer(ref, ranks), **changes)  # type: ignore[arg-type]
 
 
 def rank_of(layout: KvLayout, num_blocks: int = 8) -> RankEndpoint:
     num_bytes = num_blocks * layout.block_bytes
-    return RankEndpoint(layout.tp_rank, b"md", 4096, num_bytes, num_blocks, layout)
+    nixl = ConnectorOffer("nixl", b"md")
+    return RankEndpoint(layout.tp_rank, (nixl,), 4096, num_bytes, num_blocks, layout)
 
 
 OURS = offer("prefill-0")
@@ -35,15 +36,15 @@ def test_like_offers_match() -> None:
 
 
 def test_version_is_looked_at_before_anything_else() -> None:
-    unreadable = offer(protocol_version=3, layout_hash="?", connector="?", ranks=())
-    with pytest.raises(HandshakeError, match="version: 2 here, 3 at decode-0"):
+    unreadable = offer(protocol_version=2, layout_hash="?", ranks=())
+    with pytest.raises(HandshakeError, match="version: 3 here, 2 at decode-0"):
         check_offer(OURS, unreadable)
 
 
-def test_layout_is_looked_at_before_connector_and_memory() -> None:
+def test_layout_is_looked_at_before_memory() -> None:
     other = replace(LAYOUT, dtype="bfloat16", head_dim=128)
     rank = replace(offer().ranks[0], layout=other, num_bytes=0)
-    theirs = offer(layout_hash=other.compat_hash, connector="local", ranks=(rank,))
+    theirs = offer(layout_hash=other.compat_hash, ranks=(rank,))
     with pytest.raises(LayoutMismatchError, match="head_dim: 4 here, 128 there, dtype: float32"):
         check_offer(OURS, theirs)
 
@@ -81,7 +82,6 @@ def _with_rank(**changes: object) -> TransferOffer:
 @pytest.mark.parametrize(
     ("theirs", "message"),
     [
-        (lambda: offer(connector="local"), "connector: nixl here, local at decode-0"),
         (lambda: offer("prefill-0"), "itself"),
         (lambda: offer(ranks=()), "no rank"),
         (lambda: _with_rank(num_blocks=9), "9 blocks"),

@@ -152,7 +152,7 @@ def _broken(pair: TransferPair, **changes: object) -> TransferTicket:
 @pytest.mark.parametrize(
     ("changes", "error"),
     [
-        ({"protocol_version": 3}, HandshakeError),
+        ({"protocol_version": 99}, HandshakeError),
         ({"checksum": Checksum.XXH3}, HandshakeError),
         ({"layout_hash": "other"}, LayoutMismatchError),
         ({"deadline_ns": 10**18}, DeadlineError),

@@ -303,4 +303,4 @@ async def test_a_silent_follower_is_lost() -> None:
             assert isinstance(sweep.error, InstanceLostError)
             assert "answers nothing" in str(sweep.error)
             with pytest.raises(InstanceLostError):
-                await link.port.add_peer(stores.ports[0].endpoint, 1.0)
+                await link.port.add_peer(stores.ports[0].endpoint, "fake", 1.0)

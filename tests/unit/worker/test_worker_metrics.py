@@ -21,7 +21,7 @@ def scrape(server: MetricsServer) -> dict[str, float]:
 def test_gauges_follow_the_pool_and_every_series_names_role_and_instance() -> None:
     core = make_tiny_core(num_blocks=33)
     me = InstanceRef(InstanceId("metrics-p"), 2, "")
-    metrics = InstanceMetrics(Role.PREFILL, me, "local", core)
+    metrics = InstanceMetrics(Role.PREFILL, me, core)
     metrics.bind_sessions(lambda: {"send:streaming": 3})
     metrics.state_changed(InstanceState.READY)
     core.add(make_request("a", make_prompt(20)), SequenceMode.PREFILL_ONLY)
@@ -29,7 +29,7 @@ def test_gauges_follow_the_pool_and_every_series_names_role_and_instance() -> No
     while (output := core.step()) is not None:
         metrics.observe_step(output)
     driver.core.check_integrity()
-    metrics.session_ended("send", "done", 4096, 0.1)
+    metrics.session_ended("send", "done", "local", 4096, 0.1)
     server = MetricsServer("127.0.0.1")
     try:
         series = scrape(server)
@@ -56,12 +56,12 @@ def test_gauges_follow_the_pool_and_every_series_names_role_and_instance() -> No
 
 def test_links_come_and_go_with_their_peers() -> None:
     me = InstanceRef(InstanceId("metrics-l"), 1, "")
-    metrics = InstanceMetrics(Role.PREFILL, me, "local", make_tiny_core(num_blocks=9))
+    metrics = InstanceMetrics(Role.PREFILL, me, make_tiny_core(num_blocks=9))
     near, far = InstanceId("near"), InstanceId("far")
     server = MetricsServer("127.0.0.1")
     try:
-        metrics.links_measured({near: 1e9, far: 2e6})
-        metrics.links_measured({near: 3e9})
+        metrics.links_measured({near: 1e9, far: 2e6}, {near: "shm", far: "nixl"})
+        metrics.links_measured({near: 3e9}, {near: "shm"})
         series = scrape(server)
     finally:
         server.close()

@@ -1,5 +1,5 @@
-"""Two managers in two processes over NIXL, one of which dies or stops: nothing hangs, nothing is
-taken for complete, and target blocks come back."""
+"""Two managers in two processes, one of which dies or stops: nothing hangs, nothing is taken for
+complete, and target blocks come back."""
 
 from __future__ import annotations
 
@@ -16,22 +16,27 @@ from isthmus.common.types import InstanceRef
 from tests.support.connector_process import drive_until
 from tests.support.transfer_process import LAYOUT, NUM_BLOCKS, TransferProcess
 
-pytestmark = [pytest.mark.nixl, pytest.mark.fault]
+pytestmark = pytest.mark.fault
 
 TARGET = [BlockId(block) for block in range(NUM_BLOCKS - 1, 0, -2)]  # 256 blocks, 16 MiB
 SOURCE = [BlockId(block) for block in range(len(TARGET))]
 
 Pair = tuple[TransferProcess, TransferProcess]
+CMA = pytest.param("nixl", marks=pytest.mark.nixl)
+TCP = pytest.param("nixl-tcp", marks=pytest.mark.nixl)
+over_every_connector = pytest.mark.parametrize("kind", ["shm", CMA, TCP])
+over_waiting_connectors = pytest.mark.parametrize("kind", [TCP])  # which need both ends to drive
 
 
 @pytest.fixture
 def start() -> Iterator[Callable[[str], Pair]]:
     processes: list[TransferProcess] = []
 
-    def start_pair(tls: str) -> Pair:
+    def start_pair(kind: str) -> Pair:
+        connector, _, tls = kind.partition("-")
         for number, name in enumerate(("prefill-0", "decode-0")):
             ref = InstanceRef(InstanceId(name), number + 1, "127.0.0.1:1")
-            processes.append(TransferProcess(ref, 200, tls))
+            processes.append(TransferProcess(ref, 200, tls, connector))  # type: ignore[arg-type]
         prefill, decode = processes
         decode.call("complete", prefill.call("answer", decode.offer))
         return prefill, decode
@@ -80,9 +85,9 @@ def transfer(prefill: TransferProcess, decode: TransferProcess) -> None:
     assert decode.call("read", TARGET) == prefill.call("read", SOURCE)
 
 
-@pytest.mark.parametrize("tls", ["", "tcp"], ids=["cma", "tcp"])
-def test_blocks_arrive(start: Callable[[str], Pair], tls: str) -> None:
-    prefill, decode = start(tls)
+@over_every_connector
+def test_blocks_arrive(start: Callable[[str], Pair], kind: str) -> None:
+    prefill, decode = start(kind)
     for _ in range(3):
         transfer(prefill, decode)
     prefill.close()
@@ -90,19 +95,22 @@ def test_blocks_arrive(start: Callable[[str], Pair], tls: str) -> None:
     assert (prefill.returncode, decode.returncode) == (0, 0)
 
 
-@pytest.mark.parametrize("tls", ["", "tcp"], ids=["cma", "tcp"])
+@over_every_connector
 def test_killed_sender_ends_at_the_deadline_and_frees_the_blocks(
-    start: Callable[[str], Pair], tls: str
+    start: Callable[[str], Pair], kind: str
 ) -> None:
-    prefill, decode = start(tls)
+    prefill, decode = start(kind)
     ticket = open_both(prefill, decode, timeout_ms=1500)
     prefill.call("push", ticket.transfer_id, 0, SOURCE[:64], False)
     prefill.kill()
     assert wait_for(decode, ticket, "expired") == ("expired", "TransferTimeoutError")
 
 
-def test_killed_sender_that_is_reported_fails_at_once(start: Callable[[str], Pair]) -> None:
-    prefill, decode = start("tcp")
+@over_waiting_connectors
+def test_killed_sender_that_is_reported_fails_at_once(
+    start: Callable[[str], Pair], kind: str
+) -> None:
+    prefill, decode = start(kind)
     ticket = open_both(prefill, decode, timeout_ms=60_000)
     prefill.call("push", ticket.transfer_id, 0, SOURCE[:64], False)
     prefill.kill()
@@ -110,11 +118,11 @@ def test_killed_sender_that_is_reported_fails_at_once(start: Callable[[str], Pai
     assert wait_for(decode, ticket, "failed") == ("failed", "InstanceLostError")
 
 
-@pytest.mark.parametrize("tls", ["", "tcp"], ids=["cma", "tcp"])
+@over_every_connector
 def test_killed_receiver_fails_the_sender_or_its_deadline_does(
-    start: Callable[[str], Pair], tls: str
+    start: Callable[[str], Pair], kind: str
 ) -> None:
-    prefill, decode = start(tls)
+    prefill, decode = start(kind)
     transfer(prefill, decode)
     ticket = open_both(prefill, decode, timeout_ms=3000)
     decode.kill()
@@ -127,10 +135,11 @@ def test_killed_receiver_fails_the_sender_or_its_deadline_does(
     )
 
 
+@over_waiting_connectors
 def test_stopped_receiver_expires_on_both_sides_and_the_pair_works_again(
-    start: Callable[[str], Pair],
+    start: Callable[[str], Pair], kind: str
 ) -> None:
-    prefill, decode = start("tcp")
+    prefill, decode = start(kind)
     transfer(prefill, decode)
     ticket = open_both(prefill, decode, timeout_ms=1500)
     decode.send_signal(signal.SIGSTOP)
@@ -142,10 +151,11 @@ def test_stopped_receiver_expires_on_both_sides_and_the_pair_works_again(
     transfer(prefill, decode)
 
 
+@over_waiting_connectors
 def test_stopped_sender_expires_at_the_receiver_and_posts_nothing_when_it_goes_on(
-    start: Callable[[str], Pair],
+    start: Callable[[str], Pair], kind: str
 ) -> None:
-    prefill, decode = start("")
+    prefill, decode = start(kind)
     transfer(prefill, decode)
     ticket = open_both(prefill, decode, timeout_ms=1500)
     prefill.send_signal(signal.SIGSTOP)

@@ -1,0 +1,98 @@
+"""Memory as torch's operations see it: pieces are packed into one tensor to travel, and unpacked
+where they belong. In host memory by plain copies, elsewhere by torch."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+from isthmus.kvtransfer.connectors.copying import copy_rows
+from isthmus.kvtransfer.copies import Rows
+from isthmus.kvtransfer.interface import MemoryRegion
+
+
+class Memory(Protocol):
+    num_bytes: int
+    device: str
+
+    def empty(self, num_bytes: int) -> torch.Tensor:
+        """A place for bytes on their way: uint8, on the same device."""
+        ...
+
+    def pack(self, rows: Rows) -> torch.Tensor:
+        """The bytes of ``rows[:, 0]``, ``rows[:, 2]`` long each, one after another."""
+        ...
+
+    def unpack(self, packed: torch.Tensor, rows: Rows) -> None:
+        """Puts them at ``rows[:, 1]``; they are there when this returns."""
+        ...
+
+
+def memory_of(region: MemoryRegion) -> Memory:
+    return HostMemory(region) if region.device == "cpu" else TorchMemory(_bytes_at(region))
+
+
+class HostMemory:
+    def __init__(self, region: MemoryRegion) -> None:
+        self._base = region.base_address
+        self.num_bytes = region.num_bytes
+        self.device = "cpu"
+
+    def empty(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def pack(self, rows: Rows) -> torch.Tensor:
+        packed = self.empty(int(rows[:, 2].sum()))
+        copy_rows(_with_packed(rows, column=1), self._base, packed.data_ptr())
+        return packed
+
+    def unpack(self, packed: torch.Tensor, rows: Rows) -> None:
+        copy_rows(_with_packed(rows, column=0), packed.data_ptr(), self._base)
+
+
+class TorchMemory:
+    def __init__(self, flat: torch.Tensor) -> None:
+        """``flat`` is uint8, one-dimensional: all of the memory."""
+        self._flat = flat
+        self.num_bytes = flat.numel()
+        self.device = str(flat.device)
+
+    def empty(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self._flat.device)
+
+    def pack(self, rows: Rows) -> torch.Tensor:
+        pieces = [self._flat[start : start + size] for start, _, size in rows.tolist()]
+        return torch.cat(pieces) if pieces else self.empty(0)
+
+    def unpack(self, packed: torch.Tensor, rows: Rows) -> None:
+        start = 0
+        for _, target, size in rows.tolist():
+            self._flat[target : target + size].copy_(packed[start : start + size])
+            start += size
+        if self._flat.device.type == "cuda":
+            torch.cuda.synchronize(self._flat.device)
+
+
+def _with_packed(rows: Rows, column: int) -> Rows:
+    """The rows with places in the packed tensor in one of the columns."""
+    placed = rows.copy()
+    placed[:, column] = rows[:, 2].cumsum() - rows[:, 2]
+    return placed
+
+
+class _DeviceBytes:
+    """Device memory that somebody else owns, told to torch by the interface that CUDA libraries of
+    Python share: numba.readthedocs.io, "CUDA Array Interface", version 3."""
+
+    def __init__(self, region: MemoryRegion) -> None:
+        self.__cuda_array_interface__: dict[str, Any] = {
+            "shape": (region.num_bytes,),
+            "typestr": "|u1",
+            "data": (region.base_address, False),
+            "version": 3,
+        }
+
+
+def _bytes_at(region: MemoryRegion) -> torch.Tensor:
+    return torch.as_tensor(_DeviceBytes(region), device=region.device)
