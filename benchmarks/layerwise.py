@@ -39,11 +39,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from benchmarks.cluster import MODEL_NAME, OUT, Running, serve
 from benchmarks.load import Progress, follow, random_prompt
 from benchmarks.machine import ForeignCpu, describe
-from isthmus.common.cluster import Role
+from isthmus.common.cluster import InstanceInfo, InstanceState, Role
 
 VOCAB = 49_000
 MAX_TOKENS = 32
 WARM_UP_TOKENS = 64
+START_S = 180.0
 # Layers that leave together: as many as make a good piece, and more than there are.
 SETTINGS = {"layer-wise": 0, "whole blocks": 1000}
 EXPOSED_SHARE_TARGET = 0.05
@@ -98,12 +99,20 @@ class ThreadTimes:
         return grown[-1], sum(grown[:-1])
 
 
+async def ready_instances(running: Running) -> dict[Role, InstanceInfo]:
+    """One of each role; a gateway is ready before all of its instances are."""
+    ends = time.monotonic() + START_S
+    while time.monotonic() < ends:
+        infos = [instance.info for instance in await running.fetch_instances()]
+        ready = {i.role: i for i in infos if i is not None and i.state is InstanceState.READY}
+        if {Role.PREFILL, Role.DECODE} <= ready.keys():
+            return ready
+        await asyncio.sleep(0.5)
+    raise RuntimeError("the instances are not ready")
+
+
 async def measure(running: Running, num_requests: int, num_tokens: int, seed: int) -> list[Sample]:
-    infos = {
-        instance.info.role: instance.info
-        for instance in await running.fetch_instances()
-        if instance.info is not None
-    }
+    infos = await ready_instances(running)
     prefill, decode = (Scrape(infos[role].metrics_address) for role in (Role.PREFILL, Role.DECODE))
     threads = ThreadTimes(infos[Role.PREFILL].pid)
     source = random.Random(seed)
