@@ -236,3 +236,16 @@ async def test_layers_may_come_late_and_twice(fault: str) -> None:
         assert answer.finished.local_reason == "none"
         assert answer.tokens == await pair.alone(max_tokens=9)
         await wait_idle(*pair.infos)
+
+
+@pytest.mark.nixl
+@pytest.mark.parametrize("target", [16, 32])
+async def test_a_pair_over_nixl_equals_one_worker(target: int) -> None:
+    async with start_pair(config_of("nixl|", 16), config_of("nixl|", target)) as pair:
+        for length in (1, 40, 150):
+            prompt = make_prompt(length, salt=length)
+            answer = await pair.run(prompt, max_tokens=6)
+            assert answer.finished is not None, answer.failed
+            assert answer.finished.local_reason == "none"
+            assert answer.tokens == await pair.alone(prompt, max_tokens=6), length
+        await wait_idle(*pair.infos)
