@@ -45,8 +45,9 @@ LOCAL_PENALTY = 1.5  # a decode instance that computes a prompt does nothing els
 BALANCE = 0.1  # what a second of the query's own decoding counts where targets are met anyway
 TIGHTNESS = 0.02
 MAX_SHARE = 0.9
+OVERDUE = 2.0  # of its prediction, from which on a prompt's delay counts as waiting work
 NEAR_TIE_MS = 1.0
-MAX_LISTED = 8
+MAX_LISTED = 4
 NEVER = float("inf")
 
 
@@ -171,7 +172,7 @@ class GoodputPolicy:
 
     def soonest_start_ms(self, columns: PromptColumns, now_ms: float) -> float:
         """When one more prompt could be begun on one of these; infinite when none is usable."""
-        if not columns.is_usable.any():
+        if not columns.num_usable:
             return NEVER
         excess = self._wait(columns, now_ms) - columns.ahead
         return max(0.0, float(np.where(columns.is_usable, excess, NEVER).min()))
@@ -180,7 +181,7 @@ class GoodputPolicy:
         """Until one of the instances for prompts has nothing to do: of the prefill ones, or without
         any of the mixed and decode ones."""
         for columns in (table.prefills, table.local):
-            if columns.is_usable.any():
+            if columns.num_usable:
                 return float(self._wait(columns, now_ms)[columns.is_usable].min())
         return NEVER
 
@@ -195,13 +196,7 @@ class GoodputPolicy:
         now_ms: float,
     ) -> _Prompt:
         num_tokens = query.num_prompt_tokens
-        cached = np.zeros(len(columns.views))
-        if depths and not query.needs_whole_prompt:
-            for instance_id, depth in depths.items():
-                row = rows.get(instance_id)
-                if row is not None:
-                    size = columns.views[row].block_size
-                    cached[row] = min(depth, (num_tokens - 1) // size) * size
+        cached = columns.cached(rows, {} if query.needs_whole_prompt else depths, num_tokens)
         uncached = num_tokens - cached
         prefill = (
             columns.base * np.ceil(uncached / columns.budget)
@@ -222,11 +217,15 @@ class GoodputPolicy:
         return _Prompt(cached, uncached, wait, prefill, is_usable, columns.budget)
 
     def _wait(self, columns: PromptColumns, now_ms: float) -> Floats:
-        # A silent instance is neither idle nor full: its last view holds, with growing doubt.
+        """What this router has sent, less what has been done of it; what others have sent, as far
+        as the last report told; and doubt, which grows with silence and with a prompt's delay."""
         age = np.maximum(now_ms - columns.heard_at, 0.0)
         doubt = np.maximum(age - self._stale_ms, 0.0)
-        queued = np.maximum(columns.work - np.minimum(age, self._stale_ms), 0.0) + doubt
-        wait: Floats = (queued + columns.pending) * columns.factor
+        done = (now_ms - columns.head_since) / columns.factor
+        overdue = np.where(columns.head > 0.0, np.maximum(done - OVERDUE * columns.head, 0.0), 0.0)
+        own = columns.prompts - np.minimum(columns.head, done) + overdue
+        strange = np.maximum(columns.strange - np.minimum(age, self._stale_ms), 0.0)
+        wait: Floats = (own + strange + doubt) * columns.factor
         return wait
 
     def _humble(self, table: PairTable, remote: _Prompt, local: _Prompt) -> None:

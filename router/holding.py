@@ -105,6 +105,11 @@ class HoldingQueue:
         line = self._lines.get(model)
         return sum(held.work_ms for held in self._all(line)) if line is not None else 0.0
 
+    def work_before_ms(self, held: HeldQuery) -> float:
+        """Of those in its lane that must start before it."""
+        line = self._lines[held.query.model]
+        return sum(other.work_ms for other in line.lane(held.lane) if other.key < held.key)
+
     def enter(
         self,
         query: RouteQuery,

@@ -48,6 +48,8 @@ class Places(Protocol):
 
     def least_wait_ms(self, model: str, now_ns: int) -> float: ...
 
+    def elapsed_ms(self, query: RouteQuery) -> float: ...
+
     def missed(self, query: RouteQuery, obstacle: str, now_ns: int) -> None: ...
 
 
@@ -177,9 +179,11 @@ class Intake:
     def _shed(
         self, query: RouteQuery, work_ms: float, now_ns: int, held: HeldQuery | None = None
     ) -> SloShedError:
-        waited_ms = (now_ns - held.since_ns) / NS_PER_MS if held is not None else 0.0
-        backlog_ms = self._backlog_ms(query.model)
-        predicted_ms = waited_ms + backlog_ms + work_ms
+        predicted_ms = work_ms + self._places.elapsed_ms(query)
+        pool = self._pools.get(query.model)
+        if held is not None and pool is not None:
+            before_ms = self._queue.work_before_ms(held) / pool.speed(now_ns)
+            predicted_ms += pool.ready_ms + before_ms
         limit_ms = query.slo.ttft_ms
         return SloShedError(
             f"the first token would come after about {predicted_ms:.0f} ms, and the target of "
@@ -188,7 +192,7 @@ class Intake:
             reason="overload",
             predicted_ms=predicted_ms,
             limit_ms=limit_ms,
-            retry_after_ms=retry_after_ms(backlog_ms),
+            retry_after_ms=retry_after_ms(self._backlog_ms(query.model)),
         )
 
     def _backlog_ms(self, model: str) -> float:

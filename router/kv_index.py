@@ -27,6 +27,10 @@ from isthmus.common.kv_events import (
     KvEventBatch,
 )
 
+TOUCH_EVERY = 8
+"""Lookups of which one counts as use: to move every block of every prompt costs as much as to find
+them, and what is used often is found often enough."""
+
 
 class ApplyResult(Enum):
     APPLIED = "applied"
@@ -54,6 +58,7 @@ class KvIndex:
         self._holders: dict[InstanceId, _Holder] = {}
         self._instance_by_bit: dict[int, InstanceId] = {}
         self._all_mask = 0
+        self._num_matches = 0
         self.num_resyncs = 0
         self.num_evicted = 0
 
@@ -78,8 +83,10 @@ class KvIndex:
             depth += 1
         if alive:
             ended.append((alive, depth))
-        for index in range(depth - 1, -1, -1):
-            masks.move_to_end(hashes[index])
+        self._num_matches += 1
+        if not self._num_matches % TOUCH_EVERY:
+            for index in range(depth - 1, -1, -1):
+                masks.move_to_end(hashes[index])
         found: dict[InstanceId, int] = {}
         names = self._instance_by_bit
         for bits, reached in ended:

@@ -86,7 +86,11 @@ class Reservation:
 
 @dataclass(frozen=True, slots=True)
 class PendingLoad:
-    """On top of an instance's last report; but ``tightest_tpot_ms`` is of all its decode legs."""
+    """On top of an instance's last report. Of all that this router knows to be there:
+    ``tightest_tpot_ms`` of the decode legs, ``prompts_ms`` of prompts without a first token,
+    ``head_ms`` of the oldest of them, which is computed since ``head_since_ns`` at the earliest;
+    ``num_strange``: sequences in the last report that are not this router's.
+    """
 
     prefill_seqs: int = 0
     prefill_tokens: int = 0
@@ -95,6 +99,10 @@ class PendingLoad:
     decode_context_tokens: int = 0
     decode_blocks: int = 0
     tightest_tpot_ms: float = NO_LIMIT
+    prompts_ms: float = 0.0
+    head_ms: float = 0.0
+    head_since_ns: int = 0
+    num_strange: int = 0
 
 
 NOTHING_PENDING = PendingLoad()
@@ -102,10 +110,12 @@ NOTHING_PENDING = PendingLoad()
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """The last report of an instance: when it came, and of how many sequences it speaks."""
+    """The last report of an instance: when it came, of how many sequences it speaks, and how many
+    of them are not this router's."""
 
     at_ns: int
     num_seqs: int
+    num_strange: int = 0
 
 
 _NEVER = Seen(-1, 0)
@@ -117,6 +127,9 @@ class _Legs:
 
     recent: dict[DecisionId, Reservation] = field(default_factory=dict)
     settled: dict[DecisionId, Reservation] = field(default_factory=dict)
+    prompts: dict[DecisionId, Reservation] = field(
+        default_factory=dict
+    )  # computed here, oldest first
     limits: dict[float, int] = field(default_factory=dict)  # TPOT limit → decode legs that have it
 
     def __len__(self) -> int:
@@ -126,14 +139,17 @@ class _Legs:
     def tightest(self) -> float:
         return min(self.limits, default=NO_LIMIT)
 
-    def add(self, leg: Reservation, is_decode: bool) -> None:
+    def add(self, leg: Reservation, *, is_decode: bool, is_prompt: bool) -> None:
         self.recent[leg.decision_id] = leg
+        if is_prompt:
+            self.prompts[leg.decision_id] = leg
         if is_decode and leg.burden.tpot_limit_ms != NO_LIMIT:
             limit = leg.burden.tpot_limit_ms
             self.limits[limit] = self.limits.get(limit, 0) + 1
 
     def drop(self, leg: Reservation, is_decode: bool) -> bool:
         """False when it was not there (any more)."""
+        self.prompts.pop(leg.decision_id, None)
         kinds = (self.recent, self.settled)
         if not any(kind.pop(leg.decision_id, None) is not None for kind in kinds):
             return False
@@ -157,6 +173,7 @@ class Ledger:
         self._reservations: dict[DecisionId, Reservation] = {}  # in the order of their expiry
         self._by_instance: dict[InstanceId, _Legs] = {}
         self._seen: dict[InstanceId, Seen] = {}
+        self._prompt_done_ns: dict[InstanceId, int] = {}  # when the last first token came of it
         self._pending: dict[InstanceId, PendingLoad] = {}  # cache; absent = to be computed
 
     def __len__(self) -> int:
@@ -186,7 +203,8 @@ class Ledger:
             legs = self._by_instance.get(instance_id)
             if legs is None:
                 legs = self._by_instance[instance_id] = _Legs()
-            legs.add(reservation, instance_id == decode_at)
+            is_prompt = instance_id == prefill_at
+            legs.add(reservation, is_decode=instance_id == decode_at, is_prompt=is_prompt)
             self._count_new(instance_id, reservation, legs.tightest)
         return reservation
 
@@ -199,8 +217,11 @@ class Ledger:
         reservation.first_token_ns = now_ns
         reservation.expires_ns = now_ns + self._ttl_ns
         self._reservations[decision_id] = self._reservations.pop(decision_id)
+        self._prompt_done_ns[reservation.prefill_at] = now_ns
         if not reservation.is_local:
             self._drop_leg(reservation.prefill_at, reservation)
+        elif (legs := self._by_instance.get(reservation.prefill_at)) is not None:
+            legs.prompts.pop(decision_id, None)
         # Not local, it goes from incoming to visible since now: no earlier report can contain it,
         # so it is pending all the same.
         if reservation.is_local or now_ns <= self._seen.get(reservation.decode_at, _NEVER).at_ns:
@@ -229,13 +250,16 @@ class Ledger:
 
     def seen(self, instance_id: InstanceId, num_seqs: int, now_ns: int) -> None:
         """A report came that speaks of ``num_seqs`` waiting and running sequences."""
-        self._seen[instance_id] = Seen(now_ns, num_seqs)
+        legs = self._by_instance.get(instance_id)
+        num_strange = max(0, num_seqs - (len(legs) if legs is not None else 0))
+        self._seen[instance_id] = Seen(now_ns, num_seqs, num_strange)
         self._forget_sum(instance_id)
 
     def forget(self, instance_id: InstanceId) -> None:
         """The instance is gone or restarted: its legs mean nothing any more."""
         self._by_instance.pop(instance_id, None)
         self._seen.pop(instance_id, None)
+        self._prompt_done_ns.pop(instance_id, None)
         self._forget_sum(instance_id)
 
     def pending(self, instance_id: InstanceId) -> PendingLoad:
@@ -251,6 +275,12 @@ class Ledger:
                 for decision_id, reservation in kind.items():
                     assert self._reservations.get(decision_id) is reservation
             assert all(count > 0 for count in legs.limits.values())
+            assert legs.prompts == {
+                name: leg
+                for kind in (legs.settled, legs.recent)
+                for name, leg in kind.items()
+                if leg.prefill_at == instance_id and leg.state is _PREFILLING
+            }
             assert sum(legs.limits.values()) == sum(
                 leg.decode_at == instance_id and leg.burden.tpot_limit_ms != NO_LIMIT
                 for kind in (legs.recent, legs.settled)
@@ -259,7 +289,9 @@ class Ledger:
         for instance_id, pending in self._pending.items():
             found = self._sum(instance_id, self._by_instance.get(instance_id))
             assert isclose(pending.prefill_ms, found.prefill_ms, rel_tol=1e-9, abs_tol=1e-9)
-            assert replace(pending, prefill_ms=0.0) == replace(found, prefill_ms=0.0)
+            assert isclose(pending.prompts_ms, found.prompts_ms, rel_tol=1e-9, abs_tol=1e-9)
+            sums = {"prefill_ms": 0.0, "prompts_ms": 0.0}
+            assert replace(pending, **sums) == replace(found, **sums)
 
     def _move(self, reservation: Reservation, new: ReservationState) -> None:
         reservation.state = RESERVATION_TRANSITIONS.check(reservation.state, new)
@@ -287,6 +319,7 @@ class Ledger:
             return
         burden = leg.burden
         is_prefill, is_decode = instance_id == leg.prefill_at, instance_id == leg.decode_at
+        is_head = is_prefill and not old.prompts_ms
         self._pending[instance_id] = PendingLoad(
             old.prefill_seqs + is_prefill,
             old.prefill_tokens + burden.prefill_tokens * is_prefill,
@@ -295,6 +328,10 @@ class Ledger:
             old.decode_context_tokens + burden.context_tokens * is_decode,
             old.decode_blocks + burden.blocks * is_decode,
             tightest,
+            old.prompts_ms + burden.prefill_ms * is_prefill,
+            burden.prefill_ms if is_head else old.head_ms,
+            leg.made_ns if is_head else old.head_since_ns,
+            old.num_strange,
         )
 
     def _recomputed(self, instance_id: InstanceId) -> PendingLoad:
@@ -303,9 +340,9 @@ class Ledger:
         return pending
 
     def _sum(self, instance_id: InstanceId, legs: _Legs | None) -> PendingLoad:
-        if legs is None:
-            return NOTHING_PENDING
         seen = self._seen.get(instance_id, _NEVER)
+        if legs is None:
+            return PendingLoad(num_strange=seen.num_strange)
         seen_ns, settled_ns = seen.at_ns, seen.at_ns - SETTLE_MS * NS_PER_MS
         hidden: list[Reservation] = []  # visible to the instance, but not in its last report
         incoming: list[Reservation] = []
@@ -331,6 +368,8 @@ class Ledger:
         if recent and num_settled + len(recent) > seen.num_seqs:
             recent.sort()
             hidden += [leg for _, _, leg in recent[max(0, seen.num_seqs - num_settled) :]]
+        head = next(iter(legs.prompts.values()), None)
+        done_ns = self._prompt_done_ns.get(instance_id, 0)
         prefills = [leg.burden for leg in hidden if leg.state is _PREFILLING]
         decodes = [leg.burden for leg in hidden if leg.decode_at == instance_id]
         decodes += [leg.burden for leg in incoming]
@@ -342,4 +381,8 @@ class Ledger:
             decode_context_tokens=sum([burden.context_tokens for burden in decodes]),
             decode_blocks=num_blocks,
             tightest_tpot_ms=legs.tightest,
+            prompts_ms=sum([leg.burden.prefill_ms for leg in legs.prompts.values()]),
+            head_ms=head.burden.prefill_ms if head is not None else 0.0,
+            head_since_ns=max(done_ns, head.made_ns) if head is not None else 0,
+            num_strange=seen.num_strange,
         )

@@ -64,7 +64,7 @@ class Placement:
         depths: dict[InstanceId, int] = {}
         for chain in query.hash_chains:
             depths |= self._state.index.match(chain)
-        elapsed_ms = self._elapsed_ms(query)
+        elapsed_ms = self.elapsed_ms(query)
         ask = self._ask(query, elapsed_ms, now_ns, is_on_time=is_on_time, is_aged=is_aged)
         prices = self._knowledge.prices.current
         now_ms = now_ns / NS_PER_MS
@@ -105,7 +105,7 @@ class Placement:
             (
                 self._policy.soonest_start_ms(columns, now_ms)
                 for table in self._table.of_model(model)
-                if table.local.is_usable.any()  # else nobody could decode
+                if table.local.num_usable  # else nobody could decode
                 for columns in (table.prefills, table.local)
             ),
             default=NEVER,
@@ -124,7 +124,8 @@ class Placement:
         stage = Stage.DECODE if obstacle in _OF_DECODE else Stage.PREFILL
         self._knowledge.prices.count(stage, query.slo.quantile, True, now_ns)
 
-    def _elapsed_ms(self, query: RouteQuery) -> float:
+    def elapsed_ms(self, query: RouteQuery) -> float:
+        """Since its arrival; 0 where that is not known."""
         if not query.arrival_ns:
             return 0.0
         return max(0.0, (self._clock.now_ns() - query.arrival_ns) / NS_PER_MS)

@@ -9,7 +9,7 @@ milliseconds; instants are the router's monotonic clock in milliseconds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,37 +40,70 @@ class PromptColumns:
         self.views = views
         count = len(views)
         self.is_usable: Bools = np.zeros(count, dtype=np.bool_)
-        self.longest: Floats = np.zeros(count)  # prompt, tokens
-        self.base: Floats = np.zeros(count)  # prefill coefficients, with the instance's factor
-        self.token: Floats = np.zeros(count)
-        self.pair: Floats = np.zeros(count)
-        self.factor: Floats = np.ones(count)
-        self.budget: Floats = np.ones(count)
+        self.num_usable = 0
+        # One array, so that a row is written at once; its columns are contiguous.
+        self._rows: Floats = np.zeros((count, 13), order="F")
+        (
+            self.longest,  # prompt, tokens
+            self.base,  # prefill coefficients, with the instance's factor
+            self.token,
+            self.pair,
+            self.factor,
+            self.budget,  # tokens of a step
+            self.strange,  # work of others' prompts in the last report
+            self.heard_at,
+            self.prompts,  # work of prompts without a first token
+            self.head,  # of the oldest of them, which is computed …
+            self.head_since,  # … since then
+            self.ahead,  # how much may wait there when more is sent
+            self.turn,  # when it was last chosen
+        ) = self._rows.T
         self.speed: Floats = np.ones(count)  # beside the fastest, at most 1
-        self.work: Floats = np.zeros(count)  # prefill work in the last report
-        self.heard_at: Floats = np.full(count, NEVER_HEARD)
-        self.pending: Floats = np.zeros(count)  # prefill work sent since
-        self.ahead: Floats = np.zeros(count)  # how much may wait there when more is sent
-        self.turn: Floats = np.zeros(count)  # when it was last chosen
+        self.block_size = np.array([view.block_size for view in views], np.float64)
 
     def refresh(self, row: int, load: PendingLoad, now_ns: int) -> None:
         view = self.views[row]
-        model, factor = view.latency, view.prefill_factor
+        model, factor, report = view.latency, view.prefill_factor, view.load
         budget = view.info.max_num_batched_tokens
-        self.is_usable[row] = is_usable(view, now_ns)
-        self.longest[row] = view.longest_prompt
-        self.base[row] = model.prefill_base * factor
-        self.token[row] = model.prefill_token * factor
-        self.pair[row] = model.prefill_pair * factor
-        self.factor[row] = factor
-        self.budget[row] = budget
-        self.work[row] = view.reported_work_ms
-        self.heard_at[row] = view.load_at_ns / NS_PER_MS if view.load is not None else NEVER_HEARD
-        self.pending[row] = load.prefill_ms
+        strange = 0.0
+        if load.num_strange and report is not None:
+            num_seqs = report.waiting_seqs + report.running_seqs
+            strange = view.reported_work_ms * load.num_strange / num_seqs
         ahead = max(AHEAD_MS, AHEAD_BASES * model.prefill_base)
-        self.ahead[row] = min(model.prefill_ms(budget), ahead) * factor
-        self.turn[row] = view.last_chosen
-        self.speed = self.token.min() / np.maximum(self.token, 1e-9)
+        self.is_usable[row] = is_usable(view, now_ns)
+        self._rows[row] = (
+            view.longest_prompt,
+            model.prefill_base * factor,
+            model.prefill_token * factor,
+            model.prefill_pair * factor,
+            factor,
+            budget,
+            strange,
+            view.load_at_ns / NS_PER_MS if report is not None else NEVER_HEARD,
+            load.prompts_ms,
+            load.head_ms,
+            load.head_since_ns / NS_PER_MS,
+            min(model.prefill_ms(budget), ahead) * factor,
+            view.last_chosen,
+        )
+
+    def refreshed(self) -> None:
+        """After the last row: what rows are beside each other."""
+        self.num_usable = int(self.is_usable.sum())
+        if len(self.views):
+            self.speed = self.token.min() / np.maximum(self.token, 1e-9)
+
+    def cached(
+        self, rows: Mapping[InstanceId, int], depths: Mapping[InstanceId, int], num_tokens: int
+    ) -> Floats:
+        """Prompt tokens that prefix hits of so many blocks save: never the last one."""
+        cached: Floats = np.zeros(len(self.views))
+        found = [(rows[name], depth) for name, depth in depths.items() if name in rows]
+        if found:
+            at, depth = np.array(found, dtype=np.intp).T
+            size = self.block_size[at]
+            cached[at] = np.minimum(depth, (num_tokens - 1) // size) * size
+        return cached
 
 
 class DecodeColumns:
@@ -80,24 +113,27 @@ class DecodeColumns:
         self.views = views
         count = len(views)
         self.is_mixed: Bools = np.array([v.info.role is Role.MIXED for v in views], np.bool_)
-        self.base: Floats = np.zeros(count)  # decode coefficients, with the instance's factor
-        self.seq: Floats = np.zeros(count)
-        self.ctx: Floats = np.zeros(count)
-        self.large_batch: Floats = np.full(count, NO_LIMIT)
-        self.large_base: Floats = np.zeros(count)
-        self.large_seq: Floats = np.zeros(count)
-        self.large_ctx: Floats = np.zeros(count)
         self.has_large = False
-        self.seqs: Floats = np.zeros(count)  # running, waiting and on their way
-        self.context: Floats = np.zeros(count)  # tokens that they attend to
-        self.free_blocks: Floats = np.zeros(count)
-        self.max_seqs: Floats = np.zeros(count)
-        self.block_size: Floats = np.ones(count)
-        self.capacity: Floats = np.ones(count)  # tokens
-        self.token_bytes: Floats = np.zeros(count)
-        self.tightest: Floats = np.full(count, NO_LIMIT)  # TPOT limit of a sequence there
-        self.prompt: Floats = np.zeros(count)  # work of prompts beside decodes, as it was …
-        self.prompt_at: Floats = np.zeros(count)  # … then
+        self._rows: Floats = np.zeros((count, 17), order="F")
+        (
+            self.base,  # decode coefficients, with the instance's factor
+            self.seq,
+            self.ctx,
+            self.large_batch,
+            self.large_base,
+            self.large_seq,
+            self.large_ctx,
+            self.seqs,  # running, waiting and on their way
+            self.context,  # tokens that they attend to
+            self.free_blocks,
+            self.max_seqs,
+            self.block_size,
+            self.capacity,  # tokens
+            self.token_bytes,
+            self.tightest,  # TPOT limit of a sequence there
+            self.prompt,  # work of prompts beside decodes, as it was …
+            self.prompt_at,  # … then
+        ) = self._rows.T
 
     def refresh(self, row: int, load: PendingLoad) -> None:
         view = self.views[row]
@@ -108,25 +144,26 @@ class DecodeColumns:
             seqs += report.running_seqs + report.waiting_seqs
             context += report.running_context_tokens + report.waiting_tokens
             free_blocks += report.free_blocks - report.num_blocks
-        self.base[row] = model.decode_base * factor
-        self.seq[row] = model.decode_seq * factor
-        self.ctx[row] = model.decode_context * factor
-        if model.large_batch:
-            self.has_large = True
-            self.large_batch[row] = model.large_batch
-            self.large_base[row] = model.large_base * factor
-            self.large_seq[row] = model.large_seq * factor
-            self.large_ctx[row] = model.large_context * factor
-        self.seqs[row] = seqs
-        self.context[row] = context
-        self.free_blocks[row] = free_blocks
-        self.max_seqs[row] = info.max_num_seqs
-        self.block_size[row] = view.block_size
-        self.capacity[row] = info.num_blocks * view.block_size
-        self.token_bytes[row] = view.token_bytes
-        self.tightest[row] = load.tightest_tpot_ms
-        self.prompt[row] = view.prompt_ms
-        self.prompt_at[row] = view.prompt_at_ns / NS_PER_MS
+        self.has_large = self.has_large or model.large_batch > 0
+        self._rows[row] = (
+            model.decode_base * factor,
+            model.decode_seq * factor,
+            model.decode_context * factor,
+            model.large_batch or NO_LIMIT,
+            model.large_base * factor,
+            model.large_seq * factor,
+            model.large_context * factor,
+            seqs,
+            context,
+            free_blocks,
+            info.max_num_seqs,
+            view.block_size,
+            info.num_blocks * view.block_size,
+            view.token_bytes,
+            load.tightest_tpot_ms,
+            view.prompt_ms,
+            view.prompt_at_ns / NS_PER_MS,
+        )
 
     def prompt_share(self, now_ms: float) -> Floats:
         """Of an instance's time, that prompts have taken from its decodes lately."""
@@ -197,6 +234,9 @@ class ClusterTable:
             table = self._table_of.get(instance_id)
             if table is not None:
                 table.refresh(instance_id, pending_of(instance_id), now_ns)
+        for table in self._tables.values():
+            table.prefills.refreshed()
+            table.local.refreshed()
         if self._links.version != self._links_seen:
             self._links_seen = self._links.version
             for table in self._tables.values():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -110,16 +112,20 @@ class LedgerMachine(RuleBasedStateMachine):
                     pending.decode_seqs,
                     pending.decode_context_tokens,
                     pending.decode_blocks,
+                    pending.prompts_ms,
+                    pending.num_strange,
                 )
                 >= 0
             )
+            assert pending.head_ms <= pending.prompts_ms
         self.ledger.check_integrity()
 
     def teardown(self) -> None:
         for decision in list(self.open):
             self.ledger.end(decision)
         assert len(self.ledger) == 0
-        assert all(self.ledger.pending(instance) == NOTHING_PENDING for instance in INSTANCES)
+        for instance in INSTANCES:
+            assert replace(self.ledger.pending(instance), num_strange=0) == NOTHING_PENDING
         self.ledger.check_integrity()
 
 

@@ -296,6 +296,7 @@ class World:
     def _report(self, instance: Instance) -> None:
         instance.seq += 1
         waiting = instance.prompts[1:] if instance.is_busy else instance.prompts
+        tokens = sum(job.query.num_prompt_tokens for job in instance.prompts)  # as an engine counts
         context = sum(job.query.num_prompt_tokens for job in instance.decoding)
         used = sum(job.query.num_prompt_tokens // BLOCK_SIZE + 1 for job in instance.decoding)
         self.router.state.reported(
@@ -305,7 +306,7 @@ class World:
                 seq=instance.seq,
                 at_ns=self.clock.now_ns(),
                 waiting_seqs=len(waiting),
-                waiting_tokens=sum(job.query.num_prompt_tokens for job in waiting),
+                waiting_tokens=tokens,
                 running_seqs=len(instance.decoding) + (len(instance.prompts) - len(waiting)),
                 running_context_tokens=context,
                 num_blocks=20_000,

@@ -173,7 +173,7 @@ def test_overload_refuses_the_strict_with_a_time_to_come_back_and_keeps_the_othe
         assert error.reason == "overload"
         assert error.limit_ms == 1_000
         assert error.predicted_ms is not None
-        assert error.predicted_ms > 1_000
+        assert error.predicted_ms > 600
         assert 1_000 <= error.retry_after_ms <= 60_000
     assert cluster.router.num_held >= 18
     cluster.check()
