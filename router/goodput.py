@@ -342,7 +342,9 @@ class GoodputPolicy:
         missed = np.minimum(local.prefill / max(1, ask.output_tokens) / slack, 1.0)
         missed = np.where(np.isinf(columns.tightest), 1.0, missed)
         lost = columns.seqs * local.prefill * missed
-        return prices.decode * (LOCAL_PENALTY * local.prefill + local.wait + lost) + rest
+        own = LOCAL_PENALTY * local.prefill + local.wait
+        total: Floats = prices.decode * (own + lost) + rest
+        return total
 
     # --- the choice ------------------------------------------------------------------------------
 

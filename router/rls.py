@@ -22,7 +22,7 @@ MAX_TRACE = 3.0
 RANGE = (0.05, 20.0)
 HUBER = 3.0
 ERROR_SMOOTHING = 0.1
-FLOOR_MS = 0.05
+LEAST_ERROR = 0.02  # of the whole: a perfect fit must still be able to move
 
 Triple = tuple[float, float, float]
 
@@ -36,7 +36,7 @@ class RecursiveFit:
     guess: Triple
     theta: list[float] = field(default_factory=lambda: [1.0, 1.0, 1.0])
     covariance: list[list[float]] = field(default_factory=_start)
-    error_ms: float = 0.0  # usual size of an error
+    error: float = 0.0  # usual size of one, as a share
     num_samples: int = 0
 
     @property
@@ -57,14 +57,14 @@ class RecursiveFit:
         x = [value / size for value in x]
         y = measured_ms / size
         error = y - sum(t * value for t, value in zip(self.theta, x, strict=True))
-        usual = max(self.error_ms, FLOOR_MS / size)
+        usual = max(self.error, LEAST_ERROR)
         self.num_samples += 1
         if self.num_samples > 1:
             clipped = max(-HUBER * usual, min(HUBER * usual, error))
         else:
             clipped, usual = error, abs(error)
         # A usual error that grows by half at most a sample: one spike cannot open the gate.
-        self.error_ms = usual + ERROR_SMOOTHING * (min(abs(error), 6.0 * usual) - usual)
+        self.error = usual + ERROR_SMOOTHING * (min(abs(error), 6.0 * usual) - usual)
         self._update(x, clipped)
 
     def _update(self, x: list[float], error: float) -> None:

@@ -227,8 +227,9 @@ def test_prediction_covers_again_within_a_minute_of_a_worker_slowed_to_half() ->
         assert count >= 100
         assert coverage >= 0.85
     world.run(120_000)
-    factor = world.router.cluster.views["p0"].learned.model.prefill_token
-    assert factor == pytest.approx(2.0, rel=0.2)
+    learned = world.router.cluster.views["p0"].learned
+    slowness = learned.model.prefill_ms(300) / learned.boot.prefill_ms(300)
+    assert slowness == pytest.approx(2.0, rel=0.2)
     world.run()
     for kind in (Kind.TTFT, Kind.TPOT):
         assert residuals.coverage(kind, 0.9)[0] >= 0.85
