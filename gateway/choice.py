@@ -7,8 +7,8 @@
                         └──┘                        └──┘
     any ── abort ──▶ ABORTED      any ── not recoverable ──▶ FAILED
 
-Without an instance to go to, before the first token or behind it, a choice is held in the
-``WaitingRoom`` and goes on where it was once an instance can serve.
+Where it goes, before the first token or behind it, its ``Placing`` finds out, which waits while no
+instance can serve; the choice then goes on where it was.
 
 A ``Choice`` is the sink of its own stream and runs in callbacks of the event loop; it owns no task.
 It tells its ``Exchange`` through ``ChoiceOwner`` when there is something to take.
@@ -16,14 +16,14 @@ It tells its ``Exchange`` through ``ChoiceOwner`` when there is something to tak
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Literal, Protocol
 
 from isthmus.common import metrics
 from isthmus.common.clock import Clock
-from isthmus.common.errors import InstanceError, InstanceLostError, IsthmusError, NoInstanceError
+from isthmus.common.errors import InstanceLostError, IsthmusError
 from isthmus.common.ids import InstanceId, RequestId
 from isthmus.common.state_machine import Transitions
 from isthmus.common.timeline import Event, Timeline
@@ -37,11 +37,12 @@ from isthmus.common.types import (
 )
 from isthmus.gateway.decode_client import DecodeClient, GenerationEnd
 from isthmus.gateway.goodput import GoodputWindow
+from isthmus.gateway.placing import Placing
 from isthmus.gateway.plan import ChoiceDelta, GenerationPlan, PreparedPrompt
 from isthmus.gateway.router_client import ChoiceQuery, RouterClient
 from isthmus.gateway.sequence_output import SequenceOutput
 from isthmus.gateway.tokenizer import TextTokenizer
-from isthmus.gateway.waiting import Hold, WaitingRoom
+from isthmus.gateway.waiting import WaitingRoom
 
 MAX_RESUMES = 3
 
@@ -125,9 +126,7 @@ class Choice:
         )
         self._num_resumed = 0  # tokens that had come before this decision
         self._request_id = RequestId("")
-        self._hold: Hold | None = None
-        self._asked: RequestId | None = None  # of the router, which has not answered yet
-        self._on_refusal: Callable[[IsthmusError], None] = self._fail
+        self._placing = Placing(services.router, services.waiting, self)
 
     # --- driven by the exchange -----------------------------------------------------------------
     @property
@@ -138,8 +137,7 @@ class Choice:
         """Routes and sends. Errors come through the owner, like later ones. With an instance to
         prefer, since its prompt is there, it does not wait for its turn again."""
         self._move(ChoiceState.WAITING)
-        query = self._query(prefer_decode)
-        self._ask(query, self._on_first_refusal, may_wait=prefer_decode is None)
+        self._placing.first(self._query(prefer_decode), may_wait=prefer_decode is None)
 
     def abort(self, reason: str) -> None:
         """Ends the sequence here and on its instance; a no-op once it has ended."""
@@ -147,10 +145,7 @@ class Choice:
             return
         was_idle = self.state is ChoiceState.IDLE
         self._move(ChoiceState.ABORTED)
-        if self._hold is not None:
-            self._services.waiting.cancel(self._hold)
-        if self._asked is not None:
-            self._services.router.withdraw(self._asked)
+        self._placing.cancel()
         if not was_idle and self.decision is not None:
             self._leave_instance(reason)
             self._services.router.report_cancelled(self.decision)
@@ -158,8 +153,7 @@ class Choice:
     @property
     def is_held(self) -> bool:
         """Waits for an instance to be ready, or for the router's answer."""
-        is_waiting = self._hold is not None or self._asked is not None
-        return is_waiting and not self.is_done
+        return self._placing.is_waiting
 
     @property
     def num_output_tokens(self) -> int:
@@ -177,14 +171,19 @@ class Choice:
         """What has come since the last call."""
         return self._output.take()
 
-    # --- Asker ----------------------------------------------------------------------------------
-    def on_routed(self, decision: RouteDecision) -> None:
-        self._asked = None
-        self._send_or_recover(decision)
+    # --- Placeable ------------------------------------------------------------------------------
+    def on_placed(self, decision: RouteDecision) -> None:
+        try:
+            self._send(decision)
+        except InstanceLostError as error:
+            self._recover(error, error.instance_id)
 
-    def on_refused(self, error: IsthmusError) -> None:
-        self._asked = None
-        self._on_refusal(error)
+    def on_unplaced(self, error: IsthmusError) -> None:
+        self._fail(error)
+
+    def fresh_query(self) -> ChoiceQuery:
+        self._excluded.clear()
+        return self._query()
 
     # --- GenerationSink -------------------------------------------------------------------------
     def on_started(self, num_cached_tokens: int, failed_prefills: Sequence[str]) -> None:
@@ -272,12 +271,6 @@ class Choice:
                 self._services.router.report_prefill_failed(self.decision, instance_id)
 
     # --- instances ------------------------------------------------------------------------------
-    def _send_or_recover(self, decision: RouteDecision) -> None:
-        try:
-            self._send(decision)
-        except InstanceLostError as error:
-            self._recover(error, error.instance_id)
-
     def _send(self, decision: RouteDecision) -> None:
         self.decision = decision
         self._num_resumed = len(self._output.token_ids)
@@ -331,60 +324,7 @@ class Choice:
         self._excluded.update(leg for leg in legs if leg and leg.instance_id == failed)
         reason = "resume" if self._output.token_ids else "retry"
         metrics.RETRIES.labels(reason=reason).inc()
-        query = self._query()
-        self._begin_asking(query, lambda refusal: self._on_refusal_after(error, refusal))
-        self._services.router.reroute(query, last, error, failed, self)
-
-    def _ask(
-        self, query: ChoiceQuery, on_refusal: Callable[[IsthmusError], None], *, may_wait: bool
-    ) -> None:
-        self._begin_asking(query, on_refusal)
-        self._services.router.route(query, self, may_wait=may_wait)
-
-    def _begin_asking(self, query: ChoiceQuery, on_refusal: Callable[[IsthmusError], None]) -> None:
-        self._asked, self._on_refusal = query.request_id, on_refusal
-
-    def _on_first_refusal(self, error: IsthmusError) -> None:
-        if isinstance(error, NoInstanceError):
-            self._wait_for_instance(error)
-        else:
-            self._fail(error)
-
-    def _on_refusal_after(self, cause: IsthmusError, refusal: IsthmusError) -> None:
-        """Nobody else to ask: the client hears what went wrong first."""
-        if isinstance(refusal, NoInstanceError) and isinstance(cause, InstanceError):
-            self._wait_for_instance(cause)
-        else:
-            self._fail(cause)  # those there are were asked, and are well
-
-    def _wait_for_instance(self, cause: IsthmusError) -> None:
-        """Holds the choice until somebody can serve it; an instance that is back will do."""
-        room = self._services.waiting
-        if not room.is_open:
-            self._fail(cause)
-            return
-        self._excluded.clear()
-        self._hold_until(cause, room.ends_s())
-
-    def _hold_until(self, cause: IsthmusError, until_s: float) -> None:
-        room = self._services.waiting
-
-        def retry() -> None:
-            self._hold = None
-            self._ask(self._query(), again, may_wait=not self._output.token_ids)
-
-        def again(error: IsthmusError) -> None:
-            if not isinstance(error, NoInstanceError):
-                self._fail(error)
-            elif room.is_over(until_s):
-                give_up()
-            else:
-                self._hold_until(cause, until_s)
-
-        def give_up() -> None:
-            self._fail(room.refusal(cause))
-
-        self._hold = room.hold(retry, give_up, until_s)
+        self._placing.again(self._query(), last, error, failed)
 
     def _may_retry(self, error: IsthmusError) -> bool:
         if not error.retryable:
