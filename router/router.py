@@ -21,7 +21,7 @@ from isthmus.common.types import InstanceRef, RouteAction, RouteDecision
 from isthmus.router.admission import FilterReason, filter_reason, overload, refusal
 from isthmus.router.baselines import least_loaded, power_of_two, prefix_only, round_robin
 from isthmus.router.cluster_view import ClusterView, CompatKey
-from isthmus.router.explain import DecisionLog, DecisionRecord
+from isthmus.router.explain import MAX_FILTERED, DecisionLog, DecisionRecord
 from isthmus.router.feedback import Feedback
 from isthmus.router.goodput import GoodputPolicy
 from isthmus.router.holding import HoldingQueue
@@ -275,9 +275,17 @@ class Router:
     ) -> RouteDecision:
         candidates = look.weighed.candidates
         decision = self._commit(query, candidates, now_ns, action)
-        record = DecisionRecord.of(query, {}, self._clock.now_ns())
+        record = DecisionRecord.of(query, self._left_out(query, now_ns), self._clock.now_ns())
         self.log.add(record.decided(decision, candidates))
         return decision
+
+    def _left_out(self, query: RouteQuery, now_ns: int) -> dict[InstanceId, FilterReason]:
+        """For an explanation; not in clusters where looking would cost as much as deciding."""
+        views = self.cluster.views
+        if len(views) > MAX_FILTERED:
+            return {}
+        reasons = {name: filter_reason(view, query, now_ns) for name, view in views.items()}
+        return {name: reason for name, reason in reasons.items() if reason is not None}
 
     def _refuse(self, query: RouteQuery, error: IsthmusError | None, now_ns: int) -> IsthmusError:
         """Notes a refusal. ``error`` None: nobody could take it, for a reason to be found."""

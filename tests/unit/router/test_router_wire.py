@@ -12,7 +12,7 @@ from isthmus.common.ids import InstanceId
 from isthmus.common.timeline import Event, Timeline
 from isthmus.common.types import Slo
 from isthmus.protos.v1 import router_pb2 as pb
-from isthmus.router import Outcome, OutcomeKind
+from isthmus.router import Admitted, Outcome, OutcomeKind
 from isthmus.router.wire import (
     outcome_from_pb,
     outcome_to_pb,
@@ -93,6 +93,19 @@ def test_an_explanation_has_candidates_reasons_and_what_was_measured() -> None:
     assert back.decision.decode == decision.decode
     assert back.timeline.seconds(Event.ARRIVED, Event.FIRST_FLUSH) == 0.003
     assert back.error is None
+
+
+def test_a_late_bound_decision_is_explained_like_any_other() -> None:
+    cluster = Cluster(2, 1, policy="goodput")
+    cluster.router.state.stream_broken(InstanceId("p1"), 1, "test")
+    verdict = cluster.router.submit(make_query(name="r-0.0"))
+    assert isinstance(verdict, Admitted)
+    (record,) = cluster.router.log.of_request("r")
+    back = record_from_pb(record_to_pb(record))
+    assert back.decision is not None
+    assert back.decision.policy == "goodput"
+    assert {candidate.prefill for candidate in back.candidates} <= {"p0", "d0"}
+    assert {name: reason.value for name, reason in back.filtered.items()} == {"p1": "suspect"}
 
 
 def test_a_refusal_is_explained_with_its_error_and_who_was_left_out() -> None:
