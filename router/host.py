@@ -35,7 +35,8 @@ class RouterHost:
         self._config = config
         self._name = name
         self._server = create_server()
-        self._servicer = RouterServicer(router, self.driver, name, lambda: self.is_leading)
+        self._leads = asyncio.Event()
+        self._servicer = RouterServicer(router, self.driver, name, self._leads)
         self._candidate: Candidate | None = None
         self._campaign: asyncio.Task[None] | None = None
 
@@ -56,12 +57,19 @@ class RouterHost:
             leader_key(config.name, ROUTER),
             record.encode(),
             presence_key=f"{routers_prefix(config.name)}{record.router_id}",
-            on_change=lambda is_leading: metrics.ROUTER_LEADING.set(int(is_leading)),
+            on_change=self._on_lead,
         )
         self._campaign = asyncio.get_running_loop().create_task(
             self._candidate.run(), name="router-campaign"
         )
         return record
+
+    def _on_lead(self, is_leading: bool) -> None:
+        metrics.ROUTER_LEADING.set(int(is_leading))
+        if is_leading:
+            self._leads.set()
+        else:
+            self._leads.clear()
 
     async def close(self) -> None:
         """The lead goes first, so that gateways ask another before this one is gone."""

@@ -8,7 +8,9 @@ of is given back: the gateway says so, or its silence does.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import grpc.aio
@@ -26,25 +28,26 @@ from isthmus.router.router import Router
 from isthmus.router.types import Outcome
 from isthmus.router.wire import outcome_from_pb, query_from_pb, record_to_pb
 
+LEAD_GRACE_S = 0.5
 if TYPE_CHECKING:
     Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class RouterServicer(router_pb2_grpc.RouterServiceServicer):
-    """``is_leading``: whether decisions are this router's to make. ``name`` is for its refusals."""
+    """``leads``: set while decisions are this router's to make. ``name`` is for its refusals."""
 
     def __init__(
-        self, router: Router, driver: RouterDriver, name: str, is_leading: Callable[[], bool]
+        self, router: Router, driver: RouterDriver, name: str, leads: asyncio.Event
     ) -> None:
         self._router = router
         self._driver = driver
         self._name = name
-        self._is_leading = is_leading
+        self._leads = leads
         self.open = OpenDecisions(router)
 
     async def Route(self, request: pb.RouteRequest, context: Context) -> pb.RouteResponse:
         try:
-            self._check_leading()
+            await self._check_leading()
             query = query_from_pb(request)
             if request.may_wait:
                 decision = await self._driver.decide(query)
@@ -56,7 +59,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
 
     async def Reroute(self, request: pb.RerouteRequest, context: Context) -> pb.RerouteResponse:
         try:
-            self._check_leading()
+            await self._check_leading()
             query = query_from_pb(request.request)
             failed = InstanceId(request.failed_instance)
             decision = self._router.reroute(query, failed, request.reason)
@@ -84,8 +87,12 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         records = self._router.log.of_request(request.request_id)
         return pb.ExplainResponse(explanations=[record_to_pb(record) for record in records])
 
-    def _check_leading(self) -> None:
-        if not self._is_leading():
+    async def _check_leading(self) -> None:
+        """A gateway may hear of a new leader before that one does."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LEAD_GRACE_S):
+                await self._leads.wait()
+        if not self._leads.is_set():
             raise StaleEpochError(f"{self._name} does not lead", stage="route")
 
     def _made(self, gateway_id: str, decision: RouteDecision) -> pb.RouteDecision:

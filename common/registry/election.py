@@ -131,6 +131,7 @@ class Candidate:
         """The swap is the judge, whatever the watch has told so far."""
         if await self._registry.compare_and_swap(self._key, 0, self._value, self._lease_id):
             self._holder = self._value
+            self._set_leading(True)
             for entry in await self._registry.get(self._key):
                 self._revision = max(self._revision, entry.revision)
 

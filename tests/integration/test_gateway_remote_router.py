@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Literal
 
 import pytest
 import pytest_asyncio
@@ -15,6 +16,7 @@ from isthmus.common.registry import MemoryRegistry
 from isthmus.common.types import RouteDecision
 from isthmus.router import Held, Outcome, OutcomeKind, RouteQuery, Verdict
 from isthmus.router.explain_client import explain, find_routers
+from isthmus.router.wire import query_to_pb
 from tests.support.poll import poll_until
 from tests.support.router_cluster import make_query
 from tests.support.routers import Asker, HostedRouter, remote_decider, running_registry
@@ -26,6 +28,18 @@ OWN_POLICY = "fallback_least_loaded"
 async def registry() -> AsyncIterator[MemoryRegistry]:
     async with running_registry() as made:
         yield made
+
+
+class Awaited(asyncio.Event):
+    """Not set, and tells when somebody waits for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_awaited = asyncio.Event()
+
+    async def wait(self) -> Literal[True]:
+        self.is_awaited.set()
+        return await super().wait()
 
 
 def fallbacks() -> float:
@@ -172,17 +186,35 @@ async def test_a_standby_takes_over_with_the_questions_that_wait(
 
 @pytest.mark.asyncio
 async def test_one_that_does_not_lead_refuses_and_the_gateway_decides(
-    registry: MemoryRegistry, monkeypatch: pytest.MonkeyPatch
+    registry: MemoryRegistry,
 ) -> None:
     leader = await HostedRouter(registry, "router-0").start()
     await leader.leads()
     async with remote_decider(registry) as decider:
         await poll_until(lambda: decider.leader is not None)
-        monkeypatch.setattr(type(leader.host), "is_leading", property(lambda _: False))
+        leader.host._leads.clear()
         asker = Asker()
         decider.ask(make_query(), asker, may_wait=True)
         assert (await asker.answer()).policy == OWN_POLICY
-        monkeypatch.undo()
+    await leader.host.close()
+
+
+@pytest.mark.asyncio
+async def test_one_that_has_not_heard_yet_that_it_leads_answers_when_it_has(
+    registry: MemoryRegistry,
+) -> None:
+    leader = await HostedRouter(registry, "router-0").start()
+    await leader.leads()
+    async with remote_decider(registry) as decider:
+        await poll_until(lambda: decider.leader is not None)
+        leads = leader.host._servicer._leads = Awaited()
+        assert decider._link is not None
+        asking = asyncio.create_task(
+            decider._link.route(query_to_pb(make_query(), may_wait=True, gateway_id="g"), 20)
+        )
+        await asyncio.wait_for(leads.is_awaited.wait(), 20)
+        leads.set()
+        assert (await asking).policy == leader.router.snapshot().policy
     await leader.host.close()
 
 
