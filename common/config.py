@@ -18,11 +18,13 @@ from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_v
 from isthmus.common.cluster import Role
 from isthmus.common.config_node import Node
 from isthmus.common.errors import ConfigError
+from isthmus.common.kv_layout import QUANTISED, can_feed
 from isthmus.common.slo import LabelName, SloConfig, TenantConfig, hash_key
 
 ENV_PREFIX = "ISTHMUS_"
 DTypeName = Literal["auto", "float32", "bfloat16"]
 ConnectorName = Literal["nixl", "shm", "ucx", "collective", "local", "fake"]
+KvDTypeName = Literal["auto", "bfloat16", "float32", "int8", "fp8_e4m3"]
 
 
 def _unquoted(value: object) -> object:
@@ -33,7 +35,10 @@ def _unquoted(value: object) -> object:
 class ModelConfig(Node):
     path: str = Field("sample", description="directory, .gguf file, or 'sample' (SmolLM2-135M)")
     served_name: str = Field("", description="name in the API; default: the model's own")
-    dtype: DTypeName = Field("auto", description="weights and KV; auto = the checkpoint's, bf16")
+    dtype: DTypeName = Field(
+        "auto",
+        description="weights, and KV where engine.kv_dtype is auto; auto = the checkpoint's, bf16",
+    )
     quantization: Literal["none", "int8"] = Field(
         "none", description="weights of products, rounded when they are loaded; int8 = CPU only"
     )
@@ -48,6 +53,12 @@ class EngineConfig(Node):
         ge=0,
         description="memory for KV blocks of one instance; 0 = on a GPU (one rank) what "
         "gpu_memory_share leaves",
+    )
+    kv_dtype: KvDTypeName = Field(
+        "auto",
+        description="KV blocks: auto = as the weights; int8 and fp8_e4m3 (GPU only) take about "
+        "half of bfloat16's memory. Prefill instances may keep a wider one than decode instances: "
+        "KV is converted when it is sent",
     )
     gpu_memory_share: float = Field(
         0.9,
@@ -92,6 +103,15 @@ class EngineConfig(Node):
         if self.tp_size > 1 and not (self.kv_cache_gib or self.num_blocks):
             raise ValueError(
                 "kv_cache_gib 0 is measured by one rank only: say how much, or num_blocks"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _device_reads_kv(self) -> EngineConfig:
+        if self.kv_dtype == "fp8_e4m3" and self.device.startswith("cpu"):
+            raise ValueError(
+                "kv_dtype fp8_e4m3 is read by attention on GPUs only, and device is "
+                f"{self.device}: take int8"
             )
         return self
 
@@ -145,6 +165,12 @@ class TransferConfig(Node):
         ge=0,
         description="every how many-th greedy request that was served with KV from elsewhere is "
         "computed again on its decode instance, when that is idle, and compared; 0 = none",
+    )
+    staging_mib: int = Field(
+        32,
+        ge=1,
+        description="memory of a prefill instance for KV that is converted to another dtype on its "
+        "way; it bounds what is under way at a time",
     )
     fault_script: str = Field("", description="scripted faults of the fake connector (tests)")
 
@@ -321,6 +347,21 @@ class ClusterConfig(Node):
             return pool
         engine = pool.engine.model_copy(update={"kv_memory": "shared"})
         return pool.model_copy(update={"engine": engine})
+
+    @model_validator(mode="after")
+    def _kv_can_be_sent(self) -> ClusterConfig:
+        """Both dtypes are known only where neither is ``auto``, but what is quantised is never
+        restored; the rest is found out when instances meet."""
+        source, target = self.prefill.engine.kv_dtype, self.decode.engine.kv_dtype
+        if not (self.prefill.replicas and self.decode.replicas):
+            return self
+        knows_both = source != "auto" and target != "auto"
+        if (source in QUANTISED or knows_both) and not can_feed(source, target):
+            raise ValueError(
+                f"KV in {source} (prefill.engine.kv_dtype) cannot become {target} "
+                "(decode.engine.kv_dtype): a prefill instance converts to fewer bytes only"
+            )
+        return self
 
     @model_validator(mode="after")
     def _int8_runs_on_cpus(self) -> ClusterConfig:

@@ -7,6 +7,14 @@ of one layer's K or V is contiguous inside that (copies between unlike tensor-pa
 
 Latents (kind "mla") are one vector per token and layer, ``[num_blocks, num_layers, 1, 1,
 block_size, head_dim]``, the same on every rank.
+
+KV in one byte an element (int8, fp8_e4m3) has a float32 scale for each vector, and a layer of a
+block carries its own, behind its vectors::
+
+    layer of a block   K [G, B, D] │ V [G, B, D] │ scales of K [G, B] │ scales of V [G, B]
+
+Each of these parts is a *plane*: vectors of so many bytes for each head and token. Whatever is done
+to bytes (copies, checksums, counting blocks) goes by planes and needs to know of no dtype.
 """
 
 from __future__ import annotations
@@ -16,9 +24,27 @@ from itertools import pairwise
 
 import xxhash
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "fp8_e4m3": 1}
+QUANTISED = frozenset({"int8", "fp8_e4m3"})
+SCALE_BYTES = 4  # float32
 # Kind → vectors per token, layer and head.
 PLANES = {"mha": 2, "mla": 1}
+# Dtype of a sender → others that it can make of its KV on the way. Only to fewer bytes: what a
+# quantised store has lost cannot be sent.
+CONVERSIONS = {
+    "float32": frozenset({"bfloat16"}) | QUANTISED,
+    "bfloat16": QUANTISED,
+}
+
+
+def can_feed(source_dtype: str, target_dtype: str) -> bool:
+    """Whether KV of one dtype can become a receiver's KV of another."""
+    return source_dtype == target_dtype or target_dtype in CONVERSIONS.get(source_dtype, ())
+
+
+def fed_dtypes(source_dtype: str) -> tuple[str, ...]:
+    """All that KV of ``source_dtype`` can become, itself first."""
+    return (source_dtype, *sorted(CONVERSIONS.get(source_dtype, ())))
 
 
 def head_ranges(num_heads: int, num_ranks: int) -> tuple[range, ...]:
@@ -43,6 +69,15 @@ def dealt(total: int, num_parts: int) -> tuple[range, ...]:
     """``total`` in ranges whose lengths differ by one at most, the longer ones first."""
     bounds = [-(-total * part // num_parts) for part in range(num_parts + 1)]
     return tuple(range(start, end) for start, end in pairwise(bounds))
+
+
+@dataclass(frozen=True, slots=True)
+class Plane:
+    """Vectors of one layer of a block: ``[num_kv_heads, block_size, vector_bytes]`` from ``offset``
+    (in the layer) on."""
+
+    offset: int
+    vector_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,19 +123,47 @@ class KvLayout:
         return self.head_dim * self.dtype_bytes
 
     @property
+    def is_quantised(self) -> bool:
+        return self.dtype in QUANTISED
+
+    @property
     def layer_kv_bytes(self) -> int:
-        """Bytes of the K (or the V, or the latents) of one layer of one block."""
+        """Bytes of the K (or the V, or the latents) of one layer of one block, without scales."""
         return self.num_kv_heads * self.block_size * self.vector_bytes
 
     @property
     def layer_bytes(self) -> int:
-        """Bytes of one layer (K and V) of one block."""
-        return self.num_planes * self.layer_kv_bytes
+        """Bytes of one layer (K and V, and their scales) of one block."""
+        scales = self.num_kv_heads * self.block_size * SCALE_BYTES if self.is_quantised else 0
+        return self.num_planes * (self.layer_kv_bytes + scales)
+
+    @property
+    def planes(self) -> tuple[Plane, ...]:
+        """What one layer of a block is made of, in the order of its bytes."""
+        sizes = (self.vector_bytes, SCALE_BYTES) if self.is_quantised else (self.vector_bytes,)
+        planes: list[Plane] = []
+        offset = 0
+        for vector_bytes in (size for size in sizes for _ in range(self.num_planes)):
+            planes.append(Plane(offset, vector_bytes))
+            offset += self.num_kv_heads * self.block_size * vector_bytes
+        return tuple(planes)
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one block over all local layers."""
         return self.num_layers * self.layer_bytes
+
+    def first_needed(self, num_tokens: int) -> tuple[int, ...]:
+        """Per layer the first token of a prompt of ``num_tokens`` that is still looked at from the
+        next position on: 0 without a window."""
+        windows = (*self.windows, *(0,) * (self.num_layers - len(self.windows)))
+        return tuple(max(0, num_tokens + 1 - window) if window else 0 for window in windows)
+
+    def unmoved_tokens(self, num_tokens: int) -> int:
+        """How many tokens at the start of a transferred prompt some layer has no KV of: they are in
+        blocks that have left its window. 0 without windows."""
+        needed = max(self.first_needed(num_tokens), default=0)
+        return needed // self.block_size * self.block_size
 
     @property
     def instance_token_bytes(self) -> int:
@@ -111,7 +174,8 @@ class KvLayout:
     @property
     def compat_hash(self) -> str:
         """Digest of the fields that two ends must agree on. How tokens are cut into blocks and
-        heads are dealt to ranks is each end's own affair: copies are planned between any two."""
+        heads are dealt to ranks is each end's own affair: copies are planned between any two. So is
+        the dtype, as far as one converts into the other: see ``difference``."""
         parts = [value for _, value in self._agreed()]
         return xxhash.xxh3_128_hexdigest("|".join(str(part) for part in parts).encode())
 
@@ -120,12 +184,18 @@ class KvLayout:
         pairs = zip(self._agreed(), other._agreed(), strict=True)
         return ", ".join(f"{name}: {a} here, {b} there" for (name, a), (_, b) in pairs if a != b)
 
+    def cannot_feed(self, target: KvLayout) -> str:
+        """Why KV of this dtype cannot become ``target``'s; empty when it can."""
+        if can_feed(self.dtype, target.dtype):
+            return ""
+        reason = f"dtype: KV in {self.dtype} cannot be sent to a store in {target.dtype}"
+        return f"{reason} (it would have to be restored)" if self.is_quantised else reason
+
     def _agreed(self) -> tuple[tuple[str, object], ...]:
         return (
             ("model_fingerprint", self.model_fingerprint),
             ("num_layers", self.num_layers),
             ("head_dim", self.head_dim),
-            ("dtype", self.dtype),
             ("kind", self.kind),
             ("order", self.order),
             ("kv_heads", self.model_kv_heads),

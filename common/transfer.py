@@ -55,6 +55,9 @@ class TransferTicket:
         return range(first * block_size, min(stop * block_size, self.num_tokens))
 
 
+STAGING_ALIGNMENT = 256  # bytes: a multiple of what any device likes
+
+
 @dataclass(frozen=True, slots=True)
 class ConnectorOffer:
     """One way to reach a rank's KV store."""
@@ -78,6 +81,12 @@ class RankEndpoint:
 
     def connector(self, name: str) -> ConnectorOffer | None:
         return next((offer for offer in self.connectors if offer.name == name), None)
+
+    @property
+    def staging_bytes(self) -> int:
+        """Room behind the blocks for KV that is converted, aligned."""
+        behind = self.num_bytes - self.num_blocks * self.layout.block_bytes
+        return max(0, behind // STAGING_ALIGNMENT - 1) * STAGING_ALIGNMENT
 
 
 @dataclass(frozen=True, slots=True)

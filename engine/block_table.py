@@ -42,15 +42,19 @@ TABLE_TRANSITIONS: Transitions[TableState] = Transitions(
 class BlockTable:
     """One owner's blocks in sequence order, append-only until it is freed.
 
-    ``row`` repeats the ids as int32 so that a step's block-table tensor is filled by slices.
+    ``row`` repeats the ids as int32 so that a step's block-table tensor is filled by slices. A
+    table is *whole* unless a peer left out KV that its sequence will not look at: others might.
     """
 
-    __slots__ = ("block_ids", "num_cached_blocks", "num_published_blocks", "row", "state")
+    __slots__ = (
+        *("block_ids", "is_whole", "num_cached_blocks", "num_published_blocks", "row", "state"),
+    )
 
     def __init__(
         self, block_ids: Sequence[BlockId], num_cached_blocks: int, state: TableState
     ) -> None:
         self.state = state
+        self.is_whole = True
         self.block_ids: list[BlockId] = []
         self.row: NDArray[np.int32] = np.zeros(len(block_ids) + 16, dtype=np.int32)
         self.num_cached_blocks = num_cached_blocks

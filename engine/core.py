@@ -67,14 +67,18 @@ class EngineCore:
         clock: Clock,
         max_model_len: int = 0,
         runner_of: RunnerOf = make_runner,
+        staging_bytes: int = 0,
     ) -> None:
         """``max_model_len`` 0 = the model's own; never more than the KV store holds.
+        ``staging_bytes`` are added to the store's memory, for KV that is sent in another dtype.
 
         Raises ConfigError when the KV store would be too small to use."""
         self.spec = model.spec
-        self.kv_layout = layout_of(model.spec, config.block_size)
+        self.kv_layout = layout_of(model.spec, config.block_size, config.kv_dtype)
         num_blocks = count_blocks(config, self.kv_layout, measured_kv_bytes(model, config))
-        self.kv_store = KvStore(self.kv_layout, num_blocks, config.device, is_shared(config))
+        self.kv_store = KvStore(
+            *(self.kv_layout, num_blocks, config.device, is_shared(config)), staging_bytes
+        )
         self._clock = clock
         self._kv = KvCacheManager(
             num_blocks, config.block_size, config.watermark, config.enable_prefix_cache
@@ -100,12 +104,14 @@ class EngineCore:
         self._totals = NO_STEPS
 
     @classmethod
-    def build(cls, model: ModelConfig, engine: EngineConfig, clock: Clock) -> EngineCore:
+    def build(
+        cls, model: ModelConfig, engine: EngineConfig, clock: Clock, staging_bytes: int = 0
+    ) -> EngineCore:
         """Loads the model and allocates the KV store. Raises ModelError and ConfigError."""
         from isthmus.engine.models.loader import load_model
 
         loaded = load_model(model, engine.device, engine.num_threads, kernels_by_op=engine.kernels)
-        return cls(loaded, engine, clock, model.max_model_len)
+        return cls(loaded, engine, clock, model.max_model_len, staging_bytes=staging_bytes)
 
     @property
     def num_blocks(self) -> int:
@@ -157,8 +163,10 @@ class EngineCore:
 
     def admit_with_kv(self, reservation: Reservation, request: Request, first_token: int) -> None:
         """Goes on decoding after ``first_token``, which was delivered already and did not end the
-        request. KV of all ``request.token_ids`` is in the reserved blocks; the full ones enter the
-        prefix cache now. Raises InternalError, changing nothing, when any of this is untrue."""
+        request. KV of all ``request.token_ids`` is in the reserved blocks, but for blocks outside
+        the window of every later token, layer by layer; where there are none of these, the full
+        blocks enter the prefix cache now. Raises InternalError, changing nothing, when any of this
+        is untrue."""
         assert reservation.request_id == request.request_id
         sequence = self._new_sequence(request, SequenceMode.FULL)
         sequence.append_token(first_token)
@@ -167,7 +175,8 @@ class EngineCore:
                 f"request {request.request_id} is over with its first token", stage="admit"
             )
         with self._lock:
-            self._owners.admit_reservation(sequence)
+            unmoved = self.kv_layout.unmoved_tokens(len(request.token_ids))
+            self._owners.admit_reservation(sequence, unmoved)
             self._wake()
 
     def cancel_reservation(self, reservation: Reservation, quarantine: bool) -> None:

@@ -107,7 +107,8 @@ class DeviceRunner:
         return self.graphs.replay(bucket)
 
     def _forward(self, batch: ForwardBatch, marks: LayerMarks | None = None) -> torch.Tensor:
-        return self._model.forward(batch, self._kv_store.tensor, marks)
+        store = self._kv_store
+        return self._model.forward(batch, store.tensor, marks, kv_scales=store.scales)
 
     def _staged(self, step: StepInput) -> ForwardBatch:
         """The step in the device's buffers, which hold it until the next one."""

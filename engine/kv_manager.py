@@ -89,8 +89,9 @@ class KvCacheManager:
         return True
 
     def publish(self, table: BlockTable, hashes: Sequence[BlockHash], count: int) -> None:
-        """Enters the table's first ``count`` blocks, full and computed, into the prefix cache."""
-        if not self.enable_prefix_cache:
+        """Enters the table's first ``count`` blocks, full and computed, into the prefix cache: of a
+        table that is not whole none, since a prefix begins with what is missing there."""
+        if not (self.enable_prefix_cache and table.is_whole):
             return
         for index in range(table.num_published_blocks, count):
             self._pool.publish(table.block_ids[index], hashes[index])

@@ -112,14 +112,17 @@ class BlockOwners:
         assert table.state is TableState.RESERVED
         self._reserved[request_id] = table
 
-    def admit_reservation(self, sequence: Sequence) -> None:
-        """Gives the reserved blocks, by now filled, to the sequence. InternalError if unknown."""
+    def admit_reservation(self, sequence: Sequence, num_unmoved_tokens: int = 0) -> None:
+        """Gives the reserved blocks, by now filled, to the sequence. InternalError if unknown.
+
+        Of the first ``num_unmoved_tokens`` only what was cached here is there for others."""
         table = self._reserved.pop(sequence.request_id, None)
         if table is None:
             raise InternalError(
                 f"request {sequence.request_id} has no reservation here", stage="admit"
             )
         self._kv.move(table, TableState.USED)
+        table.is_whole = num_unmoved_tokens <= table.num_cached_blocks * self._kv.block_size
         self._kv.publish(table, sequence.block_hashes, len(sequence.block_hashes))
         sequence.table = table
         sequence.num_computed_tokens = len(sequence.request.token_ids)

@@ -80,9 +80,12 @@ class ModelRunner:
         return dict(zip(step.sampled, sampled, strict=True))
 
     def forward(self, step: StepInput, counter: LayerCounter | None) -> torch.Tensor:
-        logits = self._model.forward(forward_batch(step), self._kv_store.tensor, counter)
+        store = self._kv_store
+        logits = self._model.forward(
+            forward_batch(step), store.tensor, counter, kv_scales=store.scales
+        )
         if counter is not None:  # of several ranks on a GPU nothing is known before
-            counter.mark(self._kv_store.layout.num_layers)
+            counter.mark(store.layout.num_layers)
         return logits
 
 

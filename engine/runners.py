@@ -52,7 +52,7 @@ def measured_kv_bytes(model: LanguageModel, config: EngineConfig) -> int:
     if not is_open or device.torch_device.type == "cpu" or model.spec.tp_size > 1:
         return 0
     kernels = select(config.device, config.num_threads, overrides=config.kernels)
-    layout = layout_of(model.spec, config.block_size)
+    layout = layout_of(model.spec, config.block_size, config.kv_dtype)
     return measure_kv_bytes(model, kernels, config, layout, device)
 
 

@@ -23,7 +23,7 @@ from isthmus.common.config import EngineConfig
 from isthmus.common.errors import InstanceLostError, InternalError
 from isthmus.common.layer_progress import LayerMarks
 from isthmus.engine.device import Device, device_of
-from isthmus.engine.kv_store import layout_of
+from isthmus.engine.kv_store import KvStore, layout_of
 from isthmus.engine.models.types import ForwardBatch, LanguageModel, ModelSpec
 from isthmus.engine.tp_group import TpGroup
 
@@ -103,7 +103,11 @@ class LeaderModel:
         self._number = 0
 
     def forward(
-        self, batch: ForwardBatch, kv: torch.Tensor, marks: LayerMarks | None = None
+        self,
+        batch: ForwardBatch,
+        kv: torch.Tensor,
+        marks: LayerMarks | None = None,
+        kv_scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """``marks`` learns when a layer's KV is in the stores of all ranks; on devices it hears
         nothing, as their work is not done when the host says so. Raises InstanceLostError."""
@@ -114,7 +118,8 @@ class LeaderModel:
         try:
             self._tell(encode_step(self._number, batch))
             with self._device.active():
-                logits = self._model.forward(on_device(batch, self._device), kv, for_all).cpu()
+                batch = on_device(batch, self._device)
+                logits = self._model.forward(batch, kv, for_all, kv_scales).cpu()
                 # Where there are no logits, nothing has waited for the device yet.
                 passed = self._device.event()
                 passed.record()
@@ -129,10 +134,10 @@ class LeaderModel:
 class Follower:
     """One rank's model and KV. It runs what the leader says, and checks that nothing is missed."""
 
-    def __init__(self, model: LanguageModel, kv: torch.Tensor, device: str) -> None:
+    def __init__(self, model: LanguageModel, store: KvStore, device: str) -> None:
         self.weight_bytes = model.spec.weight_bytes
         self._model = model
-        self._kv = kv
+        self._store = store
         self._device = device_of(device)
         self._number = 0
 
@@ -144,7 +149,9 @@ class Follower:
             raise InternalError(message, stage="step")
         self._number = number
         with self._device.active():
-            self._model.forward(on_device(batch, self._device), self._kv)
+            store = self._store
+            batch = on_device(batch, self._device)
+            self._model.forward(batch, store.tensor, kv_scales=store.scales)
 
 
 def on_device(batch: ForwardBatch, device: Device) -> ForwardBatch:
@@ -161,6 +168,6 @@ def _batch(values: Iterable[Any]) -> ForwardBatch:
 
 def common_num_blocks(config: EngineConfig, spec: ModelSpec, group: TpGroup) -> int:
     """KV blocks of every rank: so many that all ranks' together take ``kv_cache_gib``."""
-    own = layout_of(spec, config.block_size).block_bytes
+    own = layout_of(spec, config.block_size, config.kv_dtype).block_bytes
     sizes = [int.from_bytes(part) for part in group.exchange(own.to_bytes(8))]
     return config.num_blocks or max(1, int(config.kv_cache_gib * _GIB) // sum(sizes))

@@ -52,7 +52,7 @@ def run_largest_step(
     """As many tokens as a step may have, and as many sampled rows."""
     store = KvStore(layout, 1, str(device.torch_device))
     batch = largest_batch(config, layout.block_size, model.spec.max_model_len, device.torch_device)
-    logits = model.forward(batch, store.tensor)
+    logits = model.forward(batch, store.tensor, kv_scales=store.scales)
     rows = len(logits)
 
     def full(value: float, dtype: torch.dtype) -> torch.Tensor:

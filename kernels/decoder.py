@@ -76,6 +76,7 @@ class FusedDecoder(Protocol):
         step: StepTensors,
         kv: torch.Tensor,
         marks: LayerMarks | None = None,
+        kv_scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """hidden [T, E], the embedded tokens, which it may overwrite → logits float32 [K, V].
 

@@ -34,7 +34,7 @@ _PREFERENCES = {"cpu": ("cpu", "reference"), "cuda": ("triton", "reference")}
 _FOLLOWS = {"pack_linear": "linear"}
 _CPU_OPS = (
     *("pack_linear", "linear", "rms_norm", "add_rms_norm", "silu_mul"),
-    *("rope_and_cache", "paged_attention"),
+    *("rope_and_cache", "paged_attention", "quantise_kv"),
 )
 
 _log = get_logger("kernels")

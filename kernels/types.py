@@ -163,11 +163,17 @@ class Kernels(Protocol):
         """
         ...
 
-    def quantise_kv(self, x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    def quantise_kv(
+        self,
+        x: torch.Tensor,
+        dtype: torch.dtype,
+        out: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """x [..., D] → ([..., D] of ``dtype``, scales float32 [...]); x ≈ quantised · scale.
 
         dtype is int8 or float8_e4m3fn. A scale brings its vector's largest element to the
-        largest number of the dtype, and rounding is to nearest even; zeros get scale 0.
+        largest number of the dtype, and rounding is to nearest even; zeros get scale 0. ``out``
+        is where to write both, views of any strides whose vectors are contiguous.
         """
         ...
 

@@ -6,15 +6,23 @@ blocks that are whole is kept: asking whether something is missing costs nothing
 
 from __future__ import annotations
 
+import numpy as np
+from numpy.typing import NDArray
+
 from isthmus.kvtransfer.notification import Notification
 from isthmus.kvtransfer.routes import Route
+
+Bools = NDArray[np.bool_]
 
 
 class Coverage:
     """Belongs to a receive session."""
 
-    def __init__(self, route: Route, num_blocks: int) -> None:
+    def __init__(self, route: Route, num_blocks: int, moved: Bools | None = None) -> None:
+        """``moved`` [blocks, L]: which layers of them come at all, where it is not all: what nobody
+        will look at is covered by notifications, but not sent."""
         self.route = route
+        self._moved = moved
         self.chunks: set[int] = set()
         self.num_leading = 0
         """So many of the first target blocks are whole."""
@@ -43,7 +51,14 @@ class Coverage:
             self._present[index] |= layers
         while not self.is_whole and self.has(self.num_leading):
             self.num_leading += 1
-        return note.num_blocks * len(note.layers) * self.route.layer_bytes
+        return self._num_moved(note) * self.route.layer_bytes
+
+    def _num_moved(self, note: Notification) -> int:
+        """Layers of blocks that came with the chunk."""
+        if self._moved is None:
+            return note.num_blocks * len(note.layers)
+        blocks = self._moved[note.first_block : note.first_block + note.num_blocks]
+        return int(blocks[:, note.layer_first : note.layer_last + 1].sum())
 
 
 def _layer_bits(note: Notification) -> int:

@@ -195,14 +195,14 @@ class ConnectorDriver:
         """False while the write has to wait for what it is to bring."""
         now_ns = self._clock.monotonic_ns()
         if (reason := refusal(write, now_ns)) is not None:
-            sweep.ended.append((write, Outcome.NOT_POSTED, reason))
+            sweep.end(write, Outcome.NOT_POSTED, reason)
             return True
         try:
             if write.is_ready is not None and not write.is_ready():
                 return False
         except Exception as error:  # noqa: BLE001 - its owner must hear of it; nothing was sent
             failure = unforeseen("asking for the step's progress", error)
-            sweep.ended.append((write, Outcome.NOT_POSTED, failure))
+            sweep.end(write, Outcome.NOT_POSTED, failure)
             return True
         write.queued_ns = now_ns
         self._lane(write.peer).queue.add(write)

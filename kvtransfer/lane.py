@@ -11,6 +11,8 @@ Belongs to the connector's thread; owns the handles of its writes and releases e
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from isthmus.common.clock import Clock
 from isthmus.common.errors import (
     IsthmusError,
@@ -18,10 +20,13 @@ from isthmus.common.errors import (
     TransferHopelessError,
     TransferTimeoutError,
 )
-from isthmus.kvtransfer.interface import Connector, WriteState
+from isthmus.kvtransfer.copies import Copies
+from isthmus.kvtransfer.interface import Connector, CopyOp, WriteState
 from isthmus.kvtransfer.link import LinkEstimate
 from isthmus.kvtransfer.send_queue import SendQueue
 from isthmus.kvtransfer.writes import Outcome, Sweep, Write, WriteOwner
+
+_ENDED = Copies.of([])  # itself, in the place of what a write that has ended would send
 
 
 class Lane:
@@ -56,8 +61,10 @@ class Lane:
         while (write := self.queue.next(self._clock.monotonic_ns())) is not None:
             if max(in_flight, posted) and max(in_flight, posted) + write.num_bytes > window:
                 return
+            if (ops := self._ops_of(write, sweep)) is None:
+                return
             self.queue.pop(write, self._clock.monotonic_ns())
-            if self._post(write, sweep):
+            if ops is not _ENDED and self._post(write, ops, sweep):
                 posted += write.num_bytes
                 if not self._ends(write, sweep):
                     self._in_flight.append(write)
@@ -65,7 +72,7 @@ class Lane:
 
     def _drop_refused(self, sweep: Sweep) -> None:
         for write in self.queue.drop(lambda write: self._refusal(write) is not None):
-            sweep.ended.append((write, Outcome.NOT_POSTED, self._refusal(write)))
+            sweep.end(write, Outcome.NOT_POSTED, self._refusal(write))
 
     def _drop_hopeless(self, sweep: Sweep) -> None:
         """Those that would be sent in vain: what their session has left, behind what goes first,
@@ -81,12 +88,22 @@ class Lane:
                 ahead += num_waiting
         if hopeless:
             for write in self.queue.drop(lambda write: write.owner in hopeless):
-                sweep.ended.append((write, Outcome.NOT_POSTED, self._hopeless(write)))
+                sweep.end(write, Outcome.NOT_POSTED, self._hopeless(write))
 
     def _refusal(self, write: Write) -> IsthmusError | None:
         return refusal(write, self._clock.monotonic_ns())
 
-    def _post(self, write: Write, sweep: Sweep) -> bool:
+    def _ops_of(self, write: Write, sweep: Sweep) -> Sequence[CopyOp] | None:
+        """None while there is no room to stage it, ``_ENDED`` when that failed."""
+        if write.stage is None:
+            return write.ops
+        try:
+            return write.stage.try_fill(Copies.of(write.ops))
+        except Exception as error:  # noqa: BLE001 - its owner must hear of it; nothing was sent
+            sweep.end(write, Outcome.NOT_POSTED, unforeseen("staging", error))
+            return _ENDED
+
+    def _post(self, write: Write, ops: Sequence[CopyOp], sweep: Sweep) -> bool:
         """True when the write has a handle, that is, when something may have been sent."""
         try:
             note = (
@@ -95,24 +112,20 @@ class Lane:
                 else write.notification()
             )
         except Exception as error:  # noqa: BLE001 - its owner must hear of it; nothing was sent
-            sweep.ended.append(
-                (write, Outcome.NOT_POSTED, unforeseen("making the notification", error))
-            )
+            sweep.end(write, Outcome.NOT_POSTED, unforeseen("making the notification", error))
             return False
         # Making the notification may read every byte of the blocks: time for all to have ended.
         if (refusal := self._refusal(write)) is not None:
-            sweep.ended.append((write, Outcome.NOT_POSTED, refusal))
+            sweep.end(write, Outcome.NOT_POSTED, refusal)
             return False
         write.departure = self.link.departs(self._clock.monotonic_ns())
         try:
-            write.handle = self._connector.post_write(write.peer, write.ops, note)
+            write.handle = self._connector.post_write(write.peer, ops, note)
         except TransferError as error:
-            sweep.ended.append((write, Outcome.NOT_POSTED, error))
+            sweep.end(write, Outcome.NOT_POSTED, error)
             return False
         except Exception as error:  # noqa: BLE001 - a foreign library: assume the worst
-            sweep.ended.append(
-                (write, Outcome.FAILED, unforeseen("the connector's post_write", error))
-            )
+            sweep.end(write, Outcome.FAILED, unforeseen("the connector's post_write", error))
             return False
         sweep.num_posted += 1
         return True
@@ -126,14 +139,14 @@ class Lane:
                 return False
             self._connector.release(write.handle)
         except Exception as error:  # noqa: BLE001 - a foreign library: its owner must hear of it
-            sweep.ended.append((write, Outcome.FAILED, unforeseen("the connector's poll", error)))
+            sweep.end(write, Outcome.FAILED, unforeseen("the connector's poll", error))
             return True
         if state is WriteState.DONE:
             self.link.arrived(write.departure, write.num_bytes, self._clock.monotonic_ns())
-            sweep.ended.append((write, Outcome.DONE, None))
+            sweep.end(write, Outcome.DONE, None)
         else:
             failure = TransferError(f"a write to {write.peer} failed", stage="transfer")
-            sweep.ended.append((write, Outcome.FAILED, failure))
+            sweep.end(write, Outcome.FAILED, failure)
         return True
 
     def _hopeless(self, write: Write) -> TransferHopelessError:

@@ -28,6 +28,7 @@ from isthmus.common.errors import (
     HandshakeError,
     InstanceLostError,
     IsthmusError,
+    LayoutMismatchError,
     TransferError,
     TransferHopelessError,
 )
@@ -36,6 +37,7 @@ from isthmus.common.kv_layout import KvLayout
 from isthmus.common.logging import RateLimitedLog, get_logger
 from isthmus.common.transfer import Checksum, TransferOffer, TransferTicket
 from isthmus.common.types import InstanceRef
+from isthmus.kvtransfer.conversion import check_staging
 from isthmus.kvtransfer.handshake import make_offer
 from isthmus.kvtransfer.interface import PeerName
 from isthmus.kvtransfer.notification import Notification, decode
@@ -44,7 +46,7 @@ from isthmus.kvtransfer.peers import Peer, PeerTable
 from isthmus.kvtransfer.rank_port import RankPort
 from isthmus.kvtransfer.receive_session import Ignored, ReceiveSession
 from isthmus.kvtransfer.routes import Ranks, Route
-from isthmus.kvtransfer.send_session import SendSession
+from isthmus.kvtransfer.send_session import SendSession, SourceStores
 from isthmus.kvtransfer.tickets import check_ticket
 from isthmus.kvtransfer.writes import Outcome, Sweep, Write
 
@@ -99,17 +101,35 @@ class TransferManager:
         return self._offer
 
     async def answer(self, offer: TransferOffer) -> TransferOffer:
-        """The answerer's half of a handshake: its own offer, once the initiator is a peer.
+        """The answerer's half of a handshake: its own offer, once the initiator is a peer, to whom
+        KV will go from here.
 
         Raises HandshakeError, LayoutMismatchError or StaleEpochError; the peer table is then as it
         was before.
         """
-        await self._peers.meet(offer)
+        await self._peers.meet(offer, self._check_feeds)
         return self._offer
 
     async def complete(self, offer: TransferOffer) -> None:
-        """The initiator's half, with the answer. Raises as ``answer`` does."""
-        await self._peers.meet(offer)
+        """The initiator's half, with the answer: KV will come from there. Raises as ``answer``
+        does."""
+        await self._peers.meet(offer, self._check_fed)
+
+    def _check_feeds(self, offer: TransferOffer) -> None:
+        """Raises LayoutMismatchError when KV of this instance cannot go to the offering one."""
+        target = offer.ranks[0].layout
+        _check_dtypes(self._layouts[0], target)
+        if target.dtype != self._layouts[0].dtype:
+            for source in self._layouts:
+                check_staging(self._staging_bytes, source, target)
+
+    def _check_fed(self, offer: TransferOffer) -> None:
+        _check_dtypes(offer.ranks[0].layout, self._layouts[0])
+
+    @property
+    def _staging_bytes(self) -> int:
+        """Of the rank that has least."""
+        return min(port.endpoint.staging_bytes for port in self._ports)
 
     def knows(self, ref: InstanceRef) -> bool:
         """True after a handshake with exactly this epoch."""
@@ -186,7 +206,7 @@ class TransferManager:
         session = SendSession(
             ticket,
             routes,
-            self._num_blocks,
+            SourceStores(self._num_blocks, self._staging_bytes),
             deadline_ns,
             self._quarantine_ns,
             self,
@@ -502,6 +522,11 @@ class TransferManager:
                 num_blocks=num_corrupt,
             )
         return num_corrupt
+
+
+def _check_dtypes(source: KvLayout, target: KvLayout) -> None:
+    if problem := source.cannot_feed(target):
+        raise LayoutMismatchError(f"KV layouts do not match: {problem}", stage="handshake")
 
 
 class _Notice:

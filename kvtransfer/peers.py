@@ -89,14 +89,16 @@ class PeerTable:
         """Raises StaleEpochError when a newer self of ``ref`` has been met."""
         check_epoch(self._newest.get(ref.instance_id), ref)
 
-    async def meet(self, offer: TransferOffer) -> None:
+    async def meet(self, offer: TransferOffer, check: Callable[[TransferOffer], None]) -> None:
         """Makes the offering instance a peer; a second offer of the same epoch changes nothing.
+        ``check`` raises LayoutMismatchError when KV cannot go the way that it is to go.
 
         Raises HandshakeError, LayoutMismatchError or StaleEpochError and leaves no trace then,
         but that a newer epoch always ends its predecessor.
         """
         check_offer(self._ours, offer)
         connector = negotiate(self._ours, offer)
+        check(offer)
         ref = offer.instance
         async with self._changing:
             self.check_epoch(ref)

@@ -51,12 +51,14 @@ class _Grain(Enum):
 
     BLOCK = "block"
     LAYER = "layer"
-    PLANE = "plane"  # the K, or the V, or the latents of one layer
+    PLANE = "plane"  # the K, or the V, or the latents of one layer, or the scales of one of these
     HEAD = "head"
 
 
 def check_plannable(here: KvLayout, there: KvLayout) -> None:
-    """Raises LayoutMismatchError, naming both values of what differs, when no plan joins them."""
+    """Raises LayoutMismatchError, naming both values of what differs, when no plan joins them.
+
+    That one dtype becomes the other is not a matter of plans: see ``conversion``."""
     if difference := here.difference(there):
         raise LayoutMismatchError(f"KV layouts do not match: {difference}", stage="handshake")
     for where, layout in (("here", here), ("there", there)):
@@ -86,9 +88,17 @@ def shared_heads(source: KvLayout, target: KvLayout) -> range:
 def first_needed(layout: KvLayout, num_tokens: int) -> Tokens:
     """[L]: the first token of a prompt of ``num_tokens`` that a layer still looks at from the
     next position on: the first of all without a window."""
-    windows = np.zeros(layout.num_layers, dtype=np.int64)
-    windows[: len(layout.windows)] = layout.windows
-    return np.where(windows > 0, np.maximum(0, num_tokens + 1 - windows), 0)
+    return np.array(layout.first_needed(num_tokens), dtype=np.int64)
+
+
+def needed_from(
+    layout: KvLayout, num_tokens: int, first_token: int, target_block_size: int
+) -> Tokens | None:
+    """``first_needed``, or None where that leaves out no whole target block from ``first_token``
+    on."""
+    needed = layout.first_needed(num_tokens)
+    is_partial = max(needed, default=0) // target_block_size * target_block_size > first_token
+    return np.array(needed, dtype=np.int64) if is_partial else None
 
 
 def plan_copies(
@@ -119,7 +129,7 @@ def plan_copies(
     grain = _grain(source.layout, target.layout, heads, is_alike, needed_from is not None)
     if grain is _Grain.BLOCK:
         return _whole_blocks(source, target, blocks_of(tokens, size), layers)
-    starts, lengths = _block_starts(tokens, size) if is_alike else _pieces(source, target, tokens)
+    starts, lengths = _block_starts(tokens, size) if is_alike else pieces(source, target, tokens)
     columns = [_offsets(side, starts, heads, grain, layers) for side in (source, target)]
     # Both [P, L, K]; the third is broadcast to that.
     columns.append(np.broadcast_to(_sizes(target, lengths, heads, grain), columns[0].shape))
@@ -133,6 +143,11 @@ def plan_copies(
 @lru_cache(maxsize=256)  # layouts of a pair do not change from chunk to chunk
 def _planned_heads(source: KvLayout, target: KvLayout) -> range:
     check_plannable(source, target)
+    if source.dtype != target.dtype:
+        raise LayoutMismatchError(
+            f"copies convert nothing: KV in {source.dtype} here, in {target.dtype} there",
+            stage="transfer",
+        )
     return shared_heads(source, target)
 
 
@@ -190,7 +205,7 @@ def _block_starts(tokens: range, size: int) -> tuple[Tokens, Tokens]:
     return starts, np.full_like(starts, size)
 
 
-def _pieces(source: Side, target: Side, tokens: range) -> tuple[Tokens, Tokens]:
+def pieces(source: Side, target: Side, tokens: range) -> tuple[Tokens, Tokens]:
     """(first token, tokens) of the runs that lie in one block on either side."""
     borders = [np.array([tokens.start], dtype=np.int64)]
     for size in {source.layout.block_size, target.layout.block_size}:
@@ -215,8 +230,11 @@ def _offsets(side: Side, starts: Tokens, heads: range, grain: _Grain, layers: ra
     takes all of a layer."""
     layout, size = side.layout, side.layout.block_size
     blocks = np.asarray(side.block_ids, dtype=np.int64)[(starts - side.first_token) // size]
-    pieces = blocks * layout.block_bytes + starts % size * layout.vector_bytes
-    return pieces[:, None, None] + _parts(layout, heads, grain, layers)
+    parts = _parts(layout, heads, grain, layers)
+    begins = blocks[:, None, None] * layout.block_bytes + parts
+    if grain is not _Grain.HEAD:  # only a head's tokens may begin within a block
+        return begins
+    return begins + (starts % size)[:, None, None] * _vector_bytes(layout, heads, grain)
 
 
 def _parts(layout: KvLayout, heads: range, grain: _Grain, layers: range) -> Rows:
@@ -224,17 +242,27 @@ def _parts(layout: KvLayout, heads: range, grain: _Grain, layers: range) -> Rows
     firsts = np.array(layers, dtype=np.int64)[:, None] * layout.layer_bytes
     if grain is _Grain.LAYER:
         return firsts
-    planes = np.arange(layout.num_planes, dtype=np.int64) * layout.layer_kv_bytes
     own = np.arange(heads.start, heads.stop if grain is _Grain.HEAD else heads.start + 1)
-    in_plane = (own - layout.heads.start) * layout.block_size * layout.vector_bytes
-    return firsts + (planes[:, None] + in_plane).reshape(1, -1)
+    slots = (own - layout.heads.start) * layout.block_size
+    in_layer = [plane.offset + slots * plane.vector_bytes for plane in layout.planes]
+    return firsts + np.concatenate(in_layer)
 
 
 def _sizes(target: Side, lengths: Tokens, heads: range, grain: _Grain) -> Rows:
-    """[P, 1, 1]: bytes of one copy of each piece."""
+    """[P, 1, K]: bytes of each copy of each piece."""
     layout = target.layout
+    if grain is _Grain.LAYER:
+        return np.full((len(lengths), 1, 1), layout.layer_bytes, dtype=np.int64)
+    vector_bytes = _vector_bytes(layout, heads, grain)
     if grain is _Grain.HEAD:
-        return (lengths * layout.vector_bytes)[:, None, None]
-    plane = len(heads) * layout.block_size * layout.vector_bytes
-    whole = layout.layer_bytes if grain is _Grain.LAYER else plane
-    return np.full((len(lengths), 1, 1), whole, dtype=np.int64)
+        return lengths[:, None, None] * vector_bytes
+    return np.broadcast_to(
+        len(heads) * layout.block_size * vector_bytes, (len(lengths), 1, len(vector_bytes))
+    )
+
+
+def _vector_bytes(layout: KvLayout, heads: range, grain: _Grain) -> Rows:
+    """[K]: of the plane of each part of a layer."""
+    per_plane = len(heads) if grain is _Grain.HEAD else 1
+    sizes = np.array([plane.vector_bytes for plane in layout.planes], dtype=np.int64)
+    return np.repeat(sizes, per_plane)

@@ -93,15 +93,19 @@ class PortServer:
         owner = self._owners.setdefault(request.owner, _Owner())
         owner.num_bytes_left = request.owner_bytes_left
         owner.num_writes += 1
-        content = None
+        content, conversion, layout = None, None, port.endpoint.layout
+        if request.conversion is not None:
+            conversion = wire.unpack_conversion(request.conversion, layout)
+            layout = conversion.staged
         if request.content is not None:
-            content = wire.unpack_content(request.content, port.endpoint.layout)
+            content = wire.unpack_content(request.content, layout)
         write = Write(
             rank=port.endpoint.tp_rank,
             peer=PeerName(request.peer),
             ops=wire.unpack_copies(request.copies),
             notification=request.notification,
             content=content,
+            conversion=conversion,
             expires_ns=request.expires_ns,
             owner=owner,
         )

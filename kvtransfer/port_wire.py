@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import struct
+from dataclasses import replace
 from typing import TypeVar
 
 import msgspec
@@ -24,6 +25,7 @@ from isthmus.common.ids import BlockId
 from isthmus.common.kv_layout import KvLayout
 from isthmus.common.transfer import Checksum, RankEndpoint
 from isthmus.kvtransfer.checksums import ChunkContent
+from isthmus.kvtransfer.conversion import Conversion
 from isthmus.kvtransfer.copies import Copies
 from isthmus.kvtransfer.notification import decode as decode_note
 from isthmus.kvtransfer.plan import Side, blocks_of
@@ -49,6 +51,21 @@ class ContentMessage(_Message, frozen=True):
     tokens: tuple[int, int]
     heads: tuple[int, int]
     target_block_size: int
+    num_tokens: int
+    first_layer: int
+
+
+class ConversionMessage(_Message, frozen=True):
+    """``Conversion``: of the follower's own blocks into others of this dtype and size."""
+
+    block_ids: tuple[int, ...]
+    first_token: int
+    dtype: str
+    block_size: int
+    tokens: tuple[int, int]
+    heads: tuple[int, int]
+    layers: tuple[int, int]
+    first_needed: int
 
 
 class Open(_Message, frozen=True, tag="open"):
@@ -66,6 +83,7 @@ class Submit(_Message, frozen=True, tag="submit"):
     notification: bytes
     expires_ns: int
     content: ContentMessage | None
+    conversion: ConversionMessage | None
 
 
 class Withdraw(_Message, frozen=True, tag="withdraw"):
@@ -196,6 +214,8 @@ def pack_content(content: ChunkContent) -> ContentMessage:
         tokens=(tokens.start, tokens.stop),
         heads=(content.heads.start, content.heads.stop),
         target_block_size=content.target_block_size,
+        num_tokens=content.num_tokens,
+        first_layer=content.first_layer,
     )
 
 
@@ -206,4 +226,35 @@ def unpack_content(message: ContentMessage, layout: KvLayout) -> ChunkContent:
         raise InternalError("what came from another rank is no notification", stage="transfer")
     side = Side(layout, tuple(map(BlockId, message.block_ids)), message.first_token)
     tokens, heads = range(*message.tokens), range(*message.heads)
-    return ChunkContent(note, side, tokens, heads, message.target_block_size)
+    sizes = message.target_block_size, message.num_tokens, message.first_layer
+    return ChunkContent(note, side, tokens, heads, *sizes)
+
+
+def _range(bounds: tuple[int, int]) -> range:
+    return range(*bounds)
+
+
+def pack_conversion(conversion: Conversion) -> ConversionMessage:
+    source, tokens, heads, layers = (
+        *(conversion.source, conversion.tokens, conversion.heads, conversion.layers),
+    )
+    size = source.layout.block_size
+    blocks, first = blocks_of(tokens, size), source.first_token // size
+    return ConversionMessage(
+        block_ids=tuple(source.block_ids[blocks.start - first : blocks.stop - first]),
+        first_token=blocks.start * size,
+        dtype=conversion.staged.dtype,
+        block_size=conversion.staged.block_size,
+        tokens=(tokens.start, tokens.stop),
+        heads=(heads.start, heads.stop),
+        layers=(layers.start, layers.stop),
+        first_needed=conversion.first_needed,
+    )
+
+
+def unpack_conversion(message: ConversionMessage, layout: KvLayout) -> Conversion:
+    """``layout`` is the follower's own."""
+    source = Side(layout, tuple(map(BlockId, message.block_ids)), message.first_token)
+    staged = replace(layout, dtype=message.dtype, block_size=message.block_size)
+    tokens, heads, layers = map(_range, (message.tokens, message.heads, message.layers))
+    return Conversion(source, staged, tokens, heads, layers, message.first_needed)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from isthmus.common.clock import Clock
 from isthmus.common.config import TransferConfig
@@ -31,6 +31,9 @@ from isthmus.kvtransfer.checksums import (
 from isthmus.kvtransfer.drivers import Drivers
 from isthmus.kvtransfer.interface import Connector, MemoryRegion, PeerName
 from isthmus.kvtransfer.writes import Sweep, Write, WriteOwner
+
+if TYPE_CHECKING:  # it needs torch, which nothing else here does
+    from isthmus.kvtransfer.staging import Converter
 
 
 class RankPort(Protocol):
@@ -110,10 +113,13 @@ class LocalPort:
         connectors: Sequence[Connector],
         config: TransferConfig,
         clock: Clock,
+        converter: Converter | None = None,
     ) -> None:
         """Registers ``region`` with the connectors, of which each pair uses one, and blocks until
         that is done. Raises ConfigError for checksums that cannot be computed here, and
-        TransferError from a connector."""
+        TransferError from a connector. What ``region`` has behind the blocks is the
+        ``converter``'s."""
+        self._converter = converter
         self.checksum = offered_checksum(config, region)
         self._read: BlockReader | None = None
         if self.checksum is not Checksum.NONE:
@@ -146,8 +152,12 @@ class LocalPort:
         self._drivers.check_in_time(peer, num_bytes, deadline_ns)
 
     def submit(self, write: Write) -> None:
+        if write.conversion is not None:
+            assert self._converter is not None, "there is no memory to stage in"
+            write.stage = self._converter.stage(write.conversion)
         if write.content is not None and self._read is not None:
-            write.notification = partial(write.content.seal, self._read)
+            read = self._read if write.stage is None else write.stage.read
+            write.notification = partial(write.content.seal, read)
         self._drivers.submit(write)
 
     def owner_ended(self, owner: WriteOwner) -> None:

@@ -23,6 +23,8 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import Protocol
 
+import numpy as np
+
 from isthmus.common.clock import NS_PER_MS
 from isthmus.common.errors import (
     CancelledError,
@@ -35,9 +37,9 @@ from isthmus.common.kv_layout import KvLayout
 from isthmus.common.state_machine import Transitions
 from isthmus.common.transfer import Checksum, TransferTicket
 from isthmus.kvtransfer.checksums import ChunkContent
-from isthmus.kvtransfer.coverage import Coverage
+from isthmus.kvtransfer.coverage import Bools, Coverage
 from isthmus.kvtransfer.notification import Flags, Notification
-from isthmus.kvtransfer.plan import Side
+from isthmus.kvtransfer.plan import Side, needed_from
 from isthmus.kvtransfer.routes import Ranks, Route
 
 # Rest is counted in time between sweeps, and no gap counts for more than this: while this process
@@ -138,7 +140,8 @@ class ReceiveSession:
         self._error: IsthmusError | None = None
         self._host = host
         self._layout: KvLayout = routes[0].target
-        self._arrived = {route.ranks: Coverage(route, ticket.num_blocks) for route in routes}
+        moved = self._moved()
+        self._arrived = {route.ranks: Coverage(route, ticket.num_blocks, moved) for route in routes}
         self._num_chunks: int | None = None  # on every route
         self._deadline_ns = deadline_ns
         self._stall_ns = stall_ns
@@ -233,7 +236,7 @@ class ReceiveSession:
         size = self._layout.block_size
         tokens = self.ticket.tokens_of(note.first_block, note.first_block + note.num_blocks, size)
         side = Side(route.target, self.ticket.target_block_ids, self.ticket.first_block * size)
-        return ChunkContent(note, side, tokens, route.heads, size)
+        return ChunkContent(note, side, tokens, route.heads, size, self.ticket.num_tokens)
 
     def accept(self, note: Notification, ranks: Ranks, num_corrupt: int = 0) -> Ignored | None:
         """A notification from the right peer: from its rank to ours (``ranks``); ``num_corrupt`` of
@@ -287,6 +290,16 @@ class ReceiveSession:
             self._prove(Proof.QUARANTINE_PASSED)
 
     # --- inside --------------------------------------------------------------------------------
+
+    def _moved(self) -> Bools | None:
+        """[blocks, L]: what of the target blocks comes; None = all."""
+        size, first = self._layout.block_size, self.ticket.first_block
+        needed = needed_from(self._layout, self.ticket.num_tokens, first * size, size)
+        if needed is None:
+            return None
+        ends = np.arange(first + 1, first + self.ticket.num_blocks + 1) * size
+        moved: Bools = ends[:, None] > needed
+        return moved
 
     def _accept_abort(self, note: Notification) -> Ignored | None:
         was_open = self.is_open

@@ -114,7 +114,7 @@ class RemotePort:
 
     def _send(self, number: int, write: Write) -> None:
         assert isinstance(write.notification, bytes), "what travels is data"
-        content = write.content
+        content, conversion = write.content, write.conversion
         self._tell(
             wire.Submit(
                 write=number,
@@ -125,6 +125,7 @@ class RemotePort:
                 notification=write.notification,
                 expires_ns=write.expires_ns + self._clock_offset_ns,
                 content=wire.pack_content(content) if content is not None else None,
+                conversion=wire.pack_conversion(conversion) if conversion is not None else None,
             )
         )
 

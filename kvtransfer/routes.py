@@ -35,10 +35,14 @@ class Route:
         return self.source.tp_rank, self.target.tp_rank
 
     @property
+    def is_converted(self) -> bool:
+        return self.source.dtype != self.target.dtype
+
+    @property
     def layer_bytes(self) -> int:
         """What it brings of one layer of one target block."""
-        target = self.target
-        return target.num_planes * len(self.heads) * target.block_size * target.vector_bytes
+        vector_bytes = sum(plane.vector_bytes for plane in self.target.planes)
+        return len(self.heads) * self.target.block_size * vector_bytes
 
 
 def routes_between(sources: Sequence[KvLayout], targets: Sequence[KvLayout]) -> tuple[Route, ...]:

@@ -30,14 +30,21 @@ from isthmus.common.kv_layout import KvLayout
 from isthmus.common.state_machine import Transitions
 from isthmus.common.transfer import Checksum, TransferTicket
 from isthmus.kvtransfer.checksums import ChunkContent
+from isthmus.kvtransfer.conversion import (
+    Conversion,
+    conversion_of,
+    staged_copies,
+    staged_layout,
+)
 from isthmus.kvtransfer.interface import PeerName
 from isthmus.kvtransfer.notification import Flags, Notification
-from isthmus.kvtransfer.plan import Side, blocks_of, plan_copies
+from isthmus.kvtransfer.plan import Side, blocks_of, needed_from, plan_copies
 from isthmus.kvtransfer.routes import Route
 from isthmus.kvtransfer.writes import Outcome, Write
 
 # Bounds what a notification carries and how many copies one write is made of.
 MAX_WRITE_BLOCKS = 512
+_STAGED_WRITES = 4  # have room at a time, where KV is converted
 # Of a write that is made while its step still runs. Within a machine a write is a copy by this
 # process: a short one leaves memory and cores to the step, and lets other sessions' writes between.
 MAX_EARLY_WRITE_BYTES = 4 * 2**20
@@ -65,6 +72,14 @@ SEND_TRANSITIONS: Transitions[SendState] = Transitions(
         SendState.EXPIRED: frozenset(),
     }
 )
+
+
+@dataclass(frozen=True, slots=True)
+class SourceStores:
+    """Of each rank of this instance: its blocks, and what is behind them."""
+
+    num_blocks: int
+    staging_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +114,7 @@ class SendSession:
         self,
         ticket: TransferTicket,
         routes: Mapping[Route, PeerName],
-        num_source_blocks: int,
+        stores: SourceStores,
         expires_ns: int,
         quarantine_ns: int,
         host: SendHost,
@@ -112,7 +127,7 @@ class SendSession:
         self._error: IsthmusError | None = None
         self._routes = routes
         self._any_route = next(iter(routes))
-        self._num_source_blocks = num_source_blocks
+        self._stores = stores
         self._host = host
         self._quarantine_ns = quarantine_ns
         self._ended_ns = expires_ns
@@ -278,7 +293,7 @@ class SendSession:
             raise ValueError(
                 f"{len(block_ids)} source blocks for target blocks [{first_index}, {end})"
             )
-        if not all(0 <= block < self._num_source_blocks for block in block_ids):
+        if not all(0 <= block < self._stores.num_blocks for block in block_ids):
             raise ValueError(f"source blocks outside the store: {list(block_ids)}")
 
     def _chunks(self, first_index: int, end: int, part: LayerPart) -> Iterator[tuple[int, int]]:
@@ -290,6 +305,11 @@ class SendSession:
             most = min(most, MAX_EARLY_WRITE_BYTES)
         fitting = max(1, most // (len(part.layers) * self._any_route.target.layer_bytes))
         per_chunk = min(fitting, MAX_WRITE_BLOCKS)
+        for route in self._routes:
+            if route.is_converted:  # so many that several writes have room
+                staged = staged_layout(route.source, route.target)
+                room = self._stores.staging_bytes // _STAGED_WRITES
+                per_chunk = min(per_chunk, max(1, room // (len(part.layers) * staged.layer_bytes)))
         for start in range(first_index, end, per_chunk):
             yield start, min(start + per_chunk, end)
 
@@ -311,20 +331,44 @@ class SendSession:
         ticket, size = self.ticket, route.target.block_size
         tokens = ticket.tokens_of(note.first_block, note.first_block + note.num_blocks, size)
         target = Side(route.target, ticket.target_block_ids, ticket.first_block * size)
-        is_checked = ticket.checksum is not Checksum.NONE
+        needed = needed_from(route.target, ticket.num_tokens, tokens.start, size)
+        conversion: Conversion | None = None
+        if route.is_converted:
+            conversion = conversion_of(source, route, tokens, part.layers, needed)
+            ops = staged_copies(conversion, target, needed)
+        else:
+            ops = plan_copies(source, target, tokens, needed, part.layers)
         self._num_open_writes += 1
         write = Write(
             rank=route.source.tp_rank,
             peer=self._routes[route],
-            ops=plan_copies(source, target, tokens, layers=part.layers),
+            ops=ops,
             notification=note.encode(),
-            content=ChunkContent(note, source, tokens, route.heads, size) if is_checked else None,
+            content=self._content(note, source, tokens, route, conversion),
             expires_ns=self.expires_ns,
             owner=self,
             is_ready=part.is_ready,
+            conversion=conversion if ops else None,
         )
         self._pushed_bytes += write.num_bytes
         self._host.submit(write)
+
+    def _content(
+        self,
+        note: Notification,
+        source: Side,
+        tokens: range,
+        route: Route,
+        conversion: Conversion | None,
+    ) -> ChunkContent | None:
+        """Of what is sent: of converted blocks, once they are."""
+        if self.ticket.checksum is Checksum.NONE:
+            return None
+        side, first = (source, 0)
+        if conversion is not None:
+            side, first = conversion.side, conversion.layers.start
+        size, num_tokens = route.target.block_size, self.ticket.num_tokens
+        return ChunkContent(note, side, tokens, route.heads, size, num_tokens, first)
 
     def _come_to_rest(self) -> None:
         if self._state is SendState.DRAINING_NIC:

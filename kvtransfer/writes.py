@@ -8,7 +8,9 @@ from enum import Enum
 from typing import Protocol
 
 from isthmus.common.errors import IsthmusError
-from isthmus.kvtransfer.checksums import ChunkContent
+from isthmus.common.ids import BlockId
+from isthmus.kvtransfer.checksums import ChunkContent, Parts
+from isthmus.kvtransfer.conversion import Conversion
 from isthmus.kvtransfer.copies import Copies
 from isthmus.kvtransfer.interface import CopyOp, PeerName, WriteHandle
 from isthmus.kvtransfer.link import Departure
@@ -34,12 +36,29 @@ class WriteOwner(Protocol):
     def write_ended(self, write: Write, outcome: Outcome, error: IsthmusError | None) -> None: ...
 
 
+class Stage(Protocol):
+    """Makes what a write sends, right before it is posted; on the connector's thread."""
+
+    def try_fill(self, copies: Copies) -> Copies | None:
+        """``copies`` from where it is staged, which was counted from 0. None while there is no room
+        for it: the write then waits for others to end."""
+        ...
+
+    def release(self) -> None:
+        """The write has ended, posted or not."""
+        ...
+
+    def read(self, block_id: BlockId) -> Parts:
+        """A ``BlockReader``."""
+        ...
+
+
 @dataclass(slots=True, eq=False)
 class Write:
     """One write on its way. ``expires_ns`` is monotonic: it is never posted from then on.
 
     A ``notification`` that is costly to make is made on the connector's thread, right before the
-    write is posted.
+    write is posted; so is what ``ops`` copy from, where that is a ``conversion`` of the store.
     """
 
     peer: PeerName
@@ -51,6 +70,8 @@ class Write:
     """Until this says True, on the connector's thread, what is to be written is being computed."""
     rank: int = 0  # of this instance, which posts it
     content: ChunkContent | None = None  # its checksums are to be added to the notification
+    conversion: Conversion | None = None
+    stage: Stage | None = None  # made of it by the rank that posts
     handle: WriteHandle | None = None
     num_bytes: int = field(init=False)
     queued_ns: int = 0  # from when on it could have been posted
@@ -73,3 +94,8 @@ class Sweep:
     @property
     def is_empty(self) -> bool:
         return not (self.ended or self.notifications or self.num_posted)
+
+    def end(self, write: Write, outcome: Outcome, error: IsthmusError | None = None) -> None:
+        if write.stage is not None:
+            write.stage.release()
+        self.ended.append((write, outcome, error))

@@ -18,18 +18,11 @@ from isthmus.common.cluster import InstanceInfo, LatencyModel, LoadReport, Role
 from isthmus.common.ids import InstanceId
 from isthmus.router.breaker import Breaker
 from isthmus.router.learned_latency import LearnedLatency
+from isthmus.router.pairing import CompatKey, compat_key, fed_keys, pairing_problems
 
-CompatKey = tuple[str, str, str, str]
 MAX_LOST = 64
 PROMPT_MEMORY_MS = 4_000.0
 """How long prompts that were computed beside decodes count for what those are held up."""
-
-
-def compat_key(info: InstanceInfo) -> CompatKey:
-    """Two instances may hand KV to each other when these agree: model, layout, connector, and
-    version up to its patch level."""
-    version = ".".join(info.version.split(".")[:2])
-    return info.model, info.kv_layout.compat_hash, info.connector, version
 
 
 @dataclass(slots=True)
@@ -39,6 +32,7 @@ class InstanceView:
     info: InstanceInfo
     breaker: Breaker
     key: CompatKey
+    fed_keys: tuple[CompatKey, ...]
     block_size: int
     longest_prompt: int  # that fits with one output token
     token_bytes: int  # KV of one token
@@ -61,8 +55,8 @@ class InstanceView:
         longest = min(info.max_model_len, info.num_blocks * info.block_size) - 1
         token_bytes = info.kv_layout.instance_token_bytes
         learned = LearnedLatency(info.latency)
-        key, block_size = compat_key(info), info.block_size
-        return cls(info, breaker, key, block_size, longest, token_bytes, learned)
+        keys = compat_key(info), fed_keys(info)
+        return cls(info, breaker, *keys, info.block_size, longest, token_bytes, learned)
 
     @property
     def instance_id(self) -> InstanceId:
@@ -156,15 +150,9 @@ class ClusterView:
         return view
 
     def _find_problems(self) -> None:
-        """Names, for every instance without a compatible partner, what stands in the way."""
-        prefills = self.by_role(Role.PREFILL)
-        decodes = self.by_role(Role.DECODE)
+        problems = pairing_problems(view.info for view in self.views.values())
         for view in self.views.values():
-            view.problem = ""
-        for mine, others in ((prefills, decodes), (decodes, prefills)):
-            for view in mine:
-                if others and not any(view.key == other.key for other in others):
-                    view.problem = _difference(view.info, others[0].info)
+            view.problem = problems.get(view.instance_id, "")
 
 
 def reported_work_ms(latency: LatencyModel, load: LoadReport) -> float:
@@ -174,17 +162,3 @@ def reported_work_ms(latency: LatencyModel, load: LoadReport) -> float:
         return running_ms
     num_seqs = max(1, load.waiting_seqs)
     return running_ms + num_seqs * latency.prefill_ms(load.waiting_tokens // num_seqs)
-
-
-def _difference(info: InstanceInfo, other: InstanceInfo) -> str:
-    parts = [
-        f"{name}: {mine} here, {theirs} there"
-        for name, mine, theirs in (
-            ("model", info.model, other.model),
-            ("connector", info.connector, other.connector),
-            ("version", info.version, other.version),
-        )
-        if mine != theirs
-    ]
-    layout = info.kv_layout.difference(other.kv_layout)
-    return f"incompatible with {other.instance_id}: " + ", ".join([*parts, layout]).strip(", ")

@@ -13,8 +13,8 @@ from heapq import nsmallest
 from typing import Protocol, TypeVar
 
 from isthmus.common.types import LocalPrefillReason
-from isthmus.router.cluster_view import CompatKey
 from isthmus.router.decider import local_prefill_reason
+from isthmus.router.pairing import CompatKey
 from isthmus.router.predictor import DecodeOption, PrefillOption, expected_output, transfer_ms
 from isthmus.router.types import RouteQuery
 

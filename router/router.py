@@ -20,13 +20,14 @@ from isthmus.common.ids import DecisionId, InstanceId, RequestId, new_decision_i
 from isthmus.common.types import InstanceRef, RouteAction, RouteDecision
 from isthmus.router.admission import FilterReason, filter_reason, overload, refusal
 from isthmus.router.baselines import least_loaded, power_of_two, prefix_only, round_robin
-from isthmus.router.cluster_view import ClusterView, CompatKey
+from isthmus.router.cluster_view import ClusterView
 from isthmus.router.explain import MAX_FILTERED, DecisionLog, DecisionRecord
 from isthmus.router.feedback import Feedback
 from isthmus.router.goodput import GoodputPolicy
 from isthmus.router.holding import HoldingQueue
 from isthmus.router.intake import Intake
 from isthmus.router.knowledge import Knowledge
+from isthmus.router.pairing import CompatKey
 from isthmus.router.placement import Look, Placement
 from isthmus.router.policy import Candidate, LeastPredictedLoad, Policy, Pool
 from isthmus.router.predictor import (
@@ -185,14 +186,18 @@ class Router:
             load, depth = pending(instance_id), depths.get(instance_id, 0)
             if view.info.role is _PREFILL:
                 prefill = prefill_option(view, load, query, depth, now_ns)
-                prefills.setdefault(view.key, []).append(prefill)
+                for key in view.fed_keys:
+                    prefills.setdefault(key, []).append(prefill)
             else:
                 decodes.append(decode_option(view, load, query, depth, now_ns))
         decodes = _with_room(decodes, filtered)
         decodes = _preferred(decodes, query.prefer_decode, filtered)
-        for key in prefills.keys() - {option.view.key for option in decodes}:
-            for prefill in prefills.pop(key):
-                filtered[prefill.view.instance_id] = FilterReason.INCOMPATIBLE
+        wanted = {option.view.key for option in decodes}
+        for options in prefills.values():
+            for prefill in options:
+                if wanted.isdisjoint(prefill.view.fed_keys):
+                    filtered[prefill.view.instance_id] = FilterReason.INCOMPATIBLE
+        prefills = {key: options for key, options in prefills.items() if key in wanted}
 
         quickest = {key: quickest_of(options) for key, options in prefills.items()}
 

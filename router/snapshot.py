@@ -61,10 +61,10 @@ def take_snapshot(state: RouterState, policy: str, now_ns: int) -> RouterSnapsho
     views = sorted(state.cluster, key=lambda view: view.instance_id)
     usable = [view for view in views if not _obstacle(view, now_ns)]
     decodes = {view.key for view in usable if view.info.role is Role.DECODE}
-    prefills = {view.key for view in usable if view.info.role is Role.PREFILL}
+    fed = {key for view in usable if view.info.role is Role.PREFILL for key in view.fed_keys}
     return RouterSnapshot(
         is_ready=any(view.info.role is not Role.PREFILL for view in usable),
-        is_disaggregated=bool(decodes & prefills),
+        is_disaggregated=bool(decodes & fed),
         is_registry_connected=state.cluster.is_registry_connected,
         policy=policy,
         instances=tuple(_instance(state, view, now_ns) for view in views),

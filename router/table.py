@@ -18,9 +18,10 @@ from numpy.typing import NDArray
 from isthmus.common.clock import NS_PER_MS
 from isthmus.common.cluster import InstanceState, Role
 from isthmus.common.ids import InstanceId
-from isthmus.router.cluster_view import PROMPT_MEMORY_MS, CompatKey, InstanceView
+from isthmus.router.cluster_view import PROMPT_MEMORY_MS, InstanceView
 from isthmus.router.ledger import PendingLoad
 from isthmus.router.links import Links
+from isthmus.router.pairing import CompatKey
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
@@ -182,7 +183,8 @@ class DecodeColumns:
 
 @dataclass(slots=True)
 class PairTable:
-    """Instances of one compatibility key. ``rates``: bytes/ms of the links, [prefills, decodes]."""
+    """Decode and mixed instances of one compatibility key, and the prefill instances that KV may
+    come from. ``rates``: bytes/ms of the links, [prefills, decodes]."""
 
     key: CompatKey
     prefills: PromptColumns
@@ -212,7 +214,8 @@ class ClusterTable:
     def __init__(self, links: Links) -> None:
         self._links = links
         self._tables: dict[CompatKey, PairTable] = {}
-        self._table_of: dict[InstanceId, PairTable] = {}
+        # A prefill instance may feed decode instances of several keys.
+        self._tables_of: dict[InstanceId, list[PairTable]] = {}
         self._links_seen = -1
         self.is_outdated = True  # somebody came or went
 
@@ -231,8 +234,7 @@ class ClusterTable:
             self._rebuild(views)
             dirty = views
         for instance_id in dirty:
-            table = self._table_of.get(instance_id)
-            if table is not None:
+            for table in self._tables_of.get(instance_id, ()):
                 table.refresh(instance_id, pending_of(instance_id), now_ns)
         for table in self._tables.values():
             table.prefills.refreshed()
@@ -244,10 +246,15 @@ class ClusterTable:
 
     def _rebuild(self, views: dict[InstanceId, InstanceView]) -> None:
         by_key: dict[CompatKey, tuple[list[InstanceView], list[InstanceView]]] = {}
+        prefill_views = [view for view in views.values() if view.info.role is Role.PREFILL]
         for view in views.values():
-            sides = by_key.setdefault(view.key, ([], []))
-            sides[0 if view.info.role is Role.PREFILL else 1].append(view)
-        self._tables, self._table_of = {}, {}
+            if view.info.role is not Role.PREFILL:
+                by_key.setdefault(view.key, ([], []))[1].append(view)
+        for view in prefill_views:
+            for key in view.fed_keys:
+                if key in by_key:
+                    by_key[key][0].append(view)
+        self._tables, self._tables_of = {}, {}
         for key, (prefills, decodes) in by_key.items():
             table = self._tables[key] = PairTable(
                 key,
@@ -258,7 +265,8 @@ class ClusterTable:
                 {view.instance_id: row for row, view in enumerate(decodes)},
                 np.zeros((len(prefills), len(decodes))),
             )
-            self._table_of |= dict.fromkeys((*table.prefill_row, *table.decode_row), table)
+            for instance_id in (*table.prefill_row, *table.decode_row):
+                self._tables_of.setdefault(instance_id, []).append(table)
         self.is_outdated, self._links_seen = False, -1
 
     def _rates(self, table: PairTable) -> Floats:

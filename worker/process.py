@@ -43,7 +43,7 @@ from isthmus.worker.registration import Registration, claim_epoch
 from isthmus.worker.role import RoleWorker, WorkerArgs, WorkerRuntime
 from isthmus.worker.service import HealthReporter, Server, add_services
 from isthmus.worker.threads import run_in_thread
-from isthmus.worker.transfers import open_local_port
+from isthmus.worker.transfers import open_local_port, staging_bytes_of
 
 if TYPE_CHECKING:
     from isthmus.worker.ranks import Ranks
@@ -73,7 +73,8 @@ def pool_of(args: WorkerArgs) -> PoolConfig:
 
 def load_engine(args: WorkerArgs, clock: Clock) -> EngineCore:
     """Loads the configured model. Raises ModelError and ConfigError."""
-    return EngineCore.build(args.config.model, pool_of(args).engine, clock)
+    staging_bytes = staging_bytes_of(args.config, args.role)
+    return EngineCore.build(args.config.model, pool_of(args).engine, clock, staging_bytes)
 
 
 async def run_worker(

@@ -18,7 +18,7 @@ from typing import NoReturn
 import msgspec
 
 from isthmus.common.cluster import Role
-from isthmus.common.config import ClusterConfig, PoolConfig
+from isthmus.common.config import ClusterConfig
 from isthmus.common.errors import ConfigError, ErrorDetail, InternalError, IsthmusError, ModelError
 from isthmus.common.logging import configure_logging, get_logger
 from isthmus.engine.kv_store import KvStore, is_shared, layout_of
@@ -38,7 +38,7 @@ from isthmus.worker.rank_link import (
     connect,
     wait_for_end,
 )
-from isthmus.worker.transfers import serve_transfers
+from isthmus.worker.transfers import serve_transfers, staging_bytes_of
 
 CONNECT_TIMEOUT_S = 10.0
 _LAST_WORDS_S = 2.0  # for a stop that came just before the end of the connection
@@ -85,8 +85,7 @@ def _follow(link: RankLink, invitation: Invitation) -> ExitCode:
     configure_logging(
         config.logging, role=setup.role, instance=setup.instance_id, rank=str(invitation.rank)
     )
-    pool = config.pool(Role(setup.role))
-    follower, store = _load(config, pool, invitation, setup.store_port)
+    follower, store = _load(config, Role(setup.role), invitation, setup.store_port)
     threading.Thread(
         target=serve_transfers,
         args=(transfers.detach(), config.transfer, store),
@@ -102,8 +101,9 @@ def _follow(link: RankLink, invitation: Invitation) -> ExitCode:
 
 
 def _load(
-    config: ClusterConfig, pool: PoolConfig, invitation: Invitation, store_port: int
+    config: ClusterConfig, role: Role, invitation: Invitation, store_port: int
 ) -> tuple[Follower, KvStore]:
+    pool = config.pool(role)
     engine, device = pool.engine, invitation.device
     prepare_process(pool, invitation.rank)
     start_s = config.lifecycle.ready_timeout_ms / 1000
@@ -120,10 +120,11 @@ def _load(
         config.model, device, engine.num_threads, group, kernels_by_op=engine.kernels
     )
     num_blocks = common_num_blocks(engine, model.spec, group)
-    layout = layout_of(model.spec, engine.block_size)
-    kv_store = KvStore(layout, num_blocks, device, is_shared(engine))
+    layout = layout_of(model.spec, engine.block_size, engine.kv_dtype)
+    staging_bytes = staging_bytes_of(config, role)
+    kv_store = KvStore(layout, num_blocks, device, is_shared(engine), staging_bytes)
     group.set_timeout(engine.tp_timeout_ms / 1000)
-    return Follower(model, kv_store.tensor, device), kv_store
+    return Follower(model, kv_store, device), kv_store
 
 
 def _tell_failure(link: RankLink, error: IsthmusError) -> None:

@@ -36,6 +36,7 @@ from isthmus.worker.rank_launcher import RankLauncher
 from isthmus.worker.rank_link import FrameKind, Hello, Invitation, Outcome, RankLink, Setup
 from isthmus.worker.role import WorkerArgs
 from isthmus.worker.threads import run_in_thread
+from isthmus.worker.transfers import staging_bytes_of
 
 _ACCEPT_POLL_S = 0.2
 _HELLO_TIMEOUT_S = 5.0
@@ -148,6 +149,7 @@ class Ranks:
             self._engine.model_copy(update={"num_blocks": num_blocks}),
             clock,
             self._args.config.model.max_model_len,
+            staging_bytes=staging_bytes_of(self._args.config, self._args.role),
         )
 
     async def open_ports(self, me: InstanceRef, clock: Clock) -> list[RankPort]:

@@ -12,7 +12,9 @@ from rich.table import Table
 from isthmus.cli.options import DEFAULT_CLUSTER, ClusterName, Output, StateDir, running_cluster
 from isthmus.cli.output import OutputFormat, print_json, print_table, stdout, table
 from isthmus.common.cluster import InstanceInfo
+from isthmus.common.ids import InstanceId
 from isthmus.controlplane.client import ClusterStatus, InstanceStatus, cluster_status
+from isthmus.router.pairing import pairing_problems
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +27,7 @@ class GatewayStatus:
 class Status:
     cluster: ClusterStatus
     gateway: GatewayStatus
+    problems: dict[InstanceId, str]  # of instances that no other may hand KV to, or take it from
 
 
 def status(
@@ -35,7 +38,8 @@ def status(
     """Show a running cluster."""
     state = running_cluster(name, state_dir)
     cluster = asyncio.run(cluster_status(state.control_address))
-    found = Status(cluster, gateway_status(cluster.gateway_url))
+    infos = [item.info for item in cluster.instances if item.info is not None]
+    found = Status(cluster, gateway_status(cluster.gateway_url), pairing_problems(infos))
     if output is OutputFormat.JSON:
         print_json(found)
         return
@@ -52,6 +56,8 @@ def status(
             stdout.print(describe_ranks(item.info))
     for line in describe_pairs(cluster):
         stdout.print(escape(line))
+    for instance_id, problem in found.problems.items():
+        stdout.print(f"{instance_id} has no partner: {escape(problem)}")
     ended = {item.instance_id: item.last_exit for item in cluster.instances}
     ended |= {item.name: item.last_exit for item in cluster.front}
     for ended_name, reason in ended.items():

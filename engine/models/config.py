@@ -114,6 +114,12 @@ class DecoderConfig:
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
 
     @property
+    def kv_windows(self) -> tuple[int, ...]:
+        """``layer_windows`` as KV layouts have them: 0 for no window, () when no layer has one."""
+        windows = tuple(window or 0 for window in self.layer_windows)
+        return windows if any(windows) else ()
+
+    @property
     def sliding_window(self) -> int | None:
         """The longest window, if *every* layer has one: KV before it is never read again."""
         windows = [window for window in self.layer_windows if window is not None]

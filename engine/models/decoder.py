@@ -47,7 +47,11 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(
-        self, batch: ForwardBatch, kv: torch.Tensor, marks: LayerMarks | None = None
+        self,
+        batch: ForwardBatch,
+        kv: torch.Tensor,
+        marks: LayerMarks | None = None,
+        kv_scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Logits float32 ``[K, V]`` of the rows in ``logits_index``; K may be 0.
 
@@ -58,11 +62,11 @@ class Decoder:
             batch.input_ids, weights.embedding, self._activation_dtype
         )
         if self._fused is not None:
-            return self._fused(residual, batch, kv, marks)
+            return self._fused(residual, batch, kv, marks, kv_scales)
         normed = kernels.rms_norm(residual, weights.layers[0].attention_norm, eps)
         last = len(weights.layers) - 1
         for index, layer in enumerate(weights.layers):
-            attended = self._attend(layer, index, normed, batch, kv, marks)  # [T, H·D]
+            attended = self._attend(layer, index, normed, batch, (kv, kv_scales), marks)
             if index == last:  # KV is complete: only rows that need logits go on, [K, …]
                 attended = attended[batch.logits_index]
                 residual = residual[batch.logits_index]
@@ -95,10 +99,11 @@ class Decoder:
         index: int,
         x: torch.Tensor,  # [T, E]
         batch: ForwardBatch,
-        kv: torch.Tensor,
+        store: tuple[torch.Tensor, torch.Tensor | None],
         marks: LayerMarks | None,
     ) -> torch.Tensor:
         config, kernels = self._config, self._kernels
+        kv, kv_scales = store
         heads, kv_heads, head_dim = self.spec.num_heads, self.spec.num_kv_heads, config.head_dim
         projected = kernels.linear(x, layer.qkv).view(-1, heads + 2 * kv_heads, head_dim)
         q = projected[:, :heads]  # views: [T, H, D] and [T, G, D]
@@ -108,7 +113,8 @@ class Decoder:
             q = self._norm_heads(q, layer.query_norm)
             k = self._norm_heads(k, layer.key_norm)
         kernels.rope_and_cache(
-            q, k, v, self._cos_sin, batch.positions, kv, index, batch.slot_mapping
+            *(q, k, v, self._cos_sin, batch.positions, kv, index, batch.slot_mapping),
+            kv_scales=kv_scales,
         )
         if marks is not None:
             marks.mark(index + 1)
@@ -121,6 +127,7 @@ class Decoder:
             batch.block_table,
             self._scale,
             config.layer_windows[index],
+            kv_scales=kv_scales,
             max_query_len=batch.max_query_len,
             max_seq_len=batch.max_seq_len,
         )

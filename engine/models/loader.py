@@ -79,6 +79,7 @@ class _Source:
             tp_rank=shard.rank,
             tp_size=shard.size,
             total_kv_heads=config.num_kv_heads,
+            layer_windows=config.kv_windows,
         )
 
 

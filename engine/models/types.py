@@ -45,21 +45,27 @@ class ModelSpec:
     vocab_size: int
     max_model_len: int
     sliding_window: int | None
-    dtype: str  # of weights and KV: float32 or bfloat16
+    dtype: str  # of weights: float32 or bfloat16
     eos_token_ids: tuple[int, ...]
     weight_bytes: int  # of this rank
     tp_rank: int = 0
     tp_size: int = 1
     total_kv_heads: int = 0  # of all ranks, each counted once; 0 = num_kv_heads
+    layer_windows: tuple[int, ...] = ()  # 0 = no window; () = no layer has one
 
 
 class LanguageModel(Protocol):
     spec: ModelSpec
 
     def forward(
-        self, batch: ForwardBatch, kv: torch.Tensor, marks: LayerMarks | None = None
+        self,
+        batch: ForwardBatch,
+        kv: torch.Tensor,
+        marks: LayerMarks | None = None,
+        kv_scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Writes K/V of the scheduled tokens into ``kv`` [N, L, 2, G, B, D] at ``slot_mapping``
         and returns logits float32 [K, V]. ``marks`` learns of each layer when all its K/V is
-        written, before the next one begins."""
+        written, before the next one begins. With ``kv_scales`` float32 [N, L, 2, G, B] the store is
+        quantised."""
         ...

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "few_rows.h"
+#include "kv_int8.h"
 #include "panels.h"
 
 namespace isthmus {
@@ -19,6 +20,7 @@ namespace {
 
 constexpr int64_t kTileKeys = 64;
 constexpr int64_t kQueryRows = 96;
+constexpr int64_t kScalesPerLine = 16;  // of a cache line
 constexpr float kNothingSeen = -1e30f;  // finite, so that −∞ − kNothingSeen is no NaN
 
 // Queries first_row … first_row + count − 1 (rows of q and out) of a sequence under one KV head;
@@ -34,12 +36,21 @@ struct KeyTile {
   int64_t count;
   const T* keys[kTileKeys];
   const T* values[kTileKeys];
+  const float* key_scales[kTileKeys];  // of int8
+  const float* value_scales[kTileKeys];
 };
+
+template <typename T>
+constexpr bool is_quantised = std::is_same_v<T, int8_t>;
+
+constexpr float kNoScale = 0.0f;  // of what is out of sight
 
 // Buffers of one thread, reused from call to call.
 struct Scratch {
   std::vector<float> queries, scores, outputs, highest, total, key_panels, value_panels;
   std::vector<uint32_t> words;
+  std::vector<int16_t> short_queries;
+  std::vector<float> query_scales, tile_scales;
 
   void resize(int64_t rows, int64_t head_dim, int64_t padded_dim) {
     queries.resize(rows * head_dim);
@@ -50,6 +61,9 @@ struct Scratch {
     key_panels.resize(kPanel * head_dim);
     value_panels.resize(kTileKeys * padded_dim);
     words.resize(kFewKeys * head_dim);
+    short_queries.resize(rows * head_dim);
+    query_scales.resize(rows);
+    tile_scales.resize(kTileKeys);
   }
 };
 
@@ -94,6 +108,7 @@ struct Attention {
   const float* q;  // [T, H, D], rows q_stride apart
   int64_t q_stride;
   const T* keys;  // of one layer
+  const float* scales;
   int64_t window;
   float* out;      // [T, H, D]
   const T* zeros;  // [D]
@@ -103,6 +118,7 @@ struct Attention {
     static thread_local Scratch scratch;
     scratch.resize(piece.count * group(), parts.head_dim, padded_dim());
     load_queries(piece, scratch);
+    if (has_integers()) quantise_queries(piece, scratch);
     int64_t last = last_position(piece);
     KeyTile<T> tiles[2];
     int64_t start = first_tile(piece);
@@ -123,7 +139,9 @@ struct Attention {
  private:
   int64_t group() const { return parts.num_heads / parts.num_kv_heads; }
   int64_t padded_dim() const { return (parts.head_dim + kPanel - 1) / kPanel * kPanel; }
+  bool has_integers() const { return is_quantised<T> && has_exact_scores(parts.head_dim); }
   bool is_few(const Piece& piece) const {
+    if (is_quantised<T> && !has_integers()) return false;
     return few_rows_can_take(piece.count * group(), parts.head_dim);
   }
 
@@ -143,6 +161,13 @@ struct Attention {
     }
   }
 
+  void quantise_queries(const Piece& piece, Scratch& scratch) const {
+    int64_t dim = parts.head_dim;
+    for (int64_t row = 0; row < piece.count * group(); row++)
+      scratch.query_scales[row] = quantise_query(scratch.queries.data() + row * dim, dim,
+                                                 scratch.short_queries.data() + row * dim);
+  }
+
   void store_outputs(const Piece& piece, const Scratch& scratch) const {
     bool in_places = is_few(piece);
     for (int64_t row = 0; row < piece.count * group(); row++) {
@@ -158,7 +183,7 @@ struct Attention {
 
   void locate(const Piece& piece, int64_t tile, KeyTile<T>& found) const {
     int64_t first = first_position(piece), last = last_position(piece);
-    int64_t values_offset = parts.num_kv_heads * parts.block_size * parts.head_dim;
+    int64_t to_values = parts.num_kv_heads * parts.block_size;
     found.count = std::clamp<int64_t>(last + 1 - tile, 0, kTileKeys);
     const int32_t* blocks = parts.block_table + piece.sequence * parts.max_blocks;
     int64_t index = tile / parts.block_size, offset = tile % parts.block_size;
@@ -168,7 +193,17 @@ struct Attention {
       const T* key = zeros;
       if (in_sight) key = keys + blocks[index] * parts.block_stride + slot * parts.head_dim;
       found.keys[i] = key;
-      found.values[i] = in_sight ? key + values_offset : zeros;
+      found.values[i] = in_sight ? key + to_values * parts.head_dim : zeros;
+      if constexpr (is_quantised<T>) {
+        const float* scale = &kNoScale;
+        if (in_sight) scale = scales + blocks[index] * parts.scale_block_stride + slot;
+        found.key_scales[i] = scale;
+        found.value_scales[i] = in_sight ? scale + to_values : scale;
+        if (offset % kScalesPerLine == 0) {
+          __builtin_prefetch(found.key_scales[i]);
+          __builtin_prefetch(found.value_scales[i]);
+        }
+      }
       if (++offset == parts.block_size) {
         offset = 0;
         index++;
@@ -182,18 +217,55 @@ struct Attention {
     int64_t rows = piece.count * group(), padded = padded_dim();
     int64_t width = (here.count + kPanel - 1) / kPanel * kPanel;
     VectorPrefetch ahead((const void* const*)next.keys, 2 * kTileKeys, parts.head_dim * sizeof(T));
-    is_few(piece) ? score_few(rows, here, width, scratch, ahead)
-                  : score_many(rows, here, width, scratch);
+    score(piece, rows, here, width, scratch, ahead);
     for (int64_t row = 0; row < rows; row++) {
       float* scores = scratch.scores.data() + row * kTileKeys;
       hide_unseen(scores, width, piece.position + row / group() - start);
       softmax_row(scores, width, scratch.highest[row], scratch.total[row],
                   scratch.outputs.data() + row * padded, padded);
     }
+    if constexpr (is_quantised<T>) scale_columns(rows, width, here.value_scales, scratch);
     is_few(piece) ? add_few(rows, here, scratch, ahead) : add_many(rows, here, next, scratch);
   }
 
   // scores [rows][width] = queries · keysᵀ
+  void score(const Piece& piece, int64_t rows, const KeyTile<T>& here, int64_t width,
+             Scratch& scratch, VectorPrefetch& ahead) const {
+    if constexpr (is_quantised<T>) {
+      has_integers() ? score_integers(rows, here, width, scratch, ahead)
+                     : score_many(rows, here, width, scratch);
+      scale_columns(rows, width, here.key_scales, scratch);
+    } else {
+      is_few(piece) ? score_few(rows, here, width, scratch, ahead)
+                    : score_many(rows, here, width, scratch);
+    }
+  }
+
+  void score_integers(int64_t rows, const KeyTile<T>& here, int64_t width, Scratch& scratch,
+                      VectorPrefetch& ahead) const {
+    for (int64_t first = 0; first < width; first += kFewKeys) {
+      transpose_keys(here.keys + first, parts.head_dim, scratch.words.data(), ahead);
+      for_few_rows(rows, [&](auto height, int64_t row) {
+        score_int8_keys<height>(scratch.short_queries.data() + row * parts.head_dim,
+                                scratch.query_scales.data() + row, parts.head_dim,
+                                scratch.words.data(),
+                                scratch.scores.data() + row * kTileKeys + first, kTileKeys, ahead);
+      });
+    }
+  }
+
+  // scores [rows][width] times the scale of each key, or of each value.
+  void scale_columns(int64_t rows, int64_t width, const float* const* column_scales,
+                     Scratch& scratch) const {
+    float* scales_here = scratch.tile_scales.data();
+    for (int64_t i = 0; i < width; i++) scales_here[i] = *column_scales[i];
+    for (int64_t row = 0; row < rows; row++) {
+      float* scores = scratch.scores.data() + row * kTileKeys;
+      for (int64_t i = 0; i < width; i += kLanes)
+        store(scores + i, load(scores + i) * load(scales_here + i));
+    }
+  }
+
   void score_few(int64_t rows, const KeyTile<T>& here, int64_t width, Scratch& scratch,
                  VectorPrefetch& ahead) const {
     for (int64_t first = 0; first < width; first += kFewKeys) {
@@ -272,10 +344,10 @@ std::vector<Piece> pieces_of(const AttentionParts& parts) {
 
 template <typename T>
 void attend(Team& team, const AttentionParts& parts, const float* q, int64_t q_stride,
-            const T* keys, int64_t window, float* out) {
+            const T* keys, const float* scales, int64_t window, float* out) {
   static thread_local std::vector<T> zeros;
   zeros.resize(parts.head_dim);
-  Attention<T> attention = {parts, q, q_stride, keys, window, out, zeros.data()};
+  Attention<T> attention = {parts, q, q_stride, keys, scales, window, out, zeros.data()};
   std::vector<Piece> pieces = pieces_of(parts);
   team.loop_knowing_next(int64_t(pieces.size()), [&](int64_t i, int64_t next) {
     attention.run(pieces[i], next < int64_t(pieces.size()) ? &pieces[next] : nullptr);
@@ -285,20 +357,24 @@ void attend(Team& team, const AttentionParts& parts, const float* q, int64_t q_s
 }  // namespace
 
 void run_attention(Team& team, const AttentionParts& parts, const float* q, int64_t q_stride,
-                   const void* kv, int64_t window, float* out) {
-  if (parts.is_bf16) {
-    attend(team, parts, q, q_stride, (const bf16*)kv, window, out);
-  } else {
-    attend(team, parts, q, q_stride, (const float*)kv, window, out);
+                   const void* kv, const float* kv_scales, int64_t window, float* out) {
+  auto attend_over = [&](auto* keys) {
+    attend(team, parts, q, q_stride, keys, kv_scales, window, out);
+  };
+  switch (parts.kv_type) {
+    case KvType::kFloat32: return attend_over((const float*)kv);
+    case KvType::kBfloat16: return attend_over((const bf16*)kv);
+    case KvType::kInt8: return attend_over((const int8_t*)kv);
   }
 }
 
 }  // namespace isthmus
 
 extern "C" void isthmus_paged_attention(const isthmus::AttentionParts* parts, const float* q,
-                                        int64_t q_stride, const void* kv, int64_t window,
-                                        float* out, int num_threads) {
+                                        int64_t q_stride, const void* kv,
+                                        const float* kv_scales, int64_t window, float* out,
+                                        int num_threads) {
   isthmus::run_team(num_threads, [=](isthmus::Team& team) {
-    isthmus::run_attention(team, *parts, q, q_stride, kv, window, out);
+    isthmus::run_attention(team, *parts, q, q_stride, kv, kv_scales, window, out);
   });
 }

@@ -33,7 +33,7 @@ class RopeParts(ctypes.Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("cos_sin", "positions", "slot_mapping")),
         *((name, c_int64) for name in ("num_heads", "num_kv_heads", "head_dim", "block_size")),
-        *(("block_stride", c_int64), ("is_bf16", c_int32)),
+        *(("block_stride", c_int64), ("scale_block_stride", c_int64), ("kv_type", c_int32)),
     )
 
 
@@ -44,7 +44,19 @@ class AttentionParts(ctypes.Structure):
         *((name, c_void_p) for name in ("query_start", "seq_lens", "block_table")),
         *((name, c_int64) for name in ("num_sequences", "max_blocks")),
         *((name, c_int64) for name in ("num_heads", "num_kv_heads", "head_dim", "block_size")),
-        *(("block_stride", c_int64), ("scale", c_float), ("is_bf16", c_int32)),
+        *(("block_stride", c_int64), ("scale_block_stride", c_int64)),
+        *(("scale", c_float), ("kv_type", c_int32)),
+    )
+
+
+class QuantiseParts(ctypes.Structure):
+    """Mirrors the structure of quantise.cpp, field by field."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("source", "to", "scales")),
+        *((name, c_int64 * 4) for name in ("counts", "from_strides")),
+        *((name, c_int64 * 4) for name in ("to_strides", "scale_strides")),
+        *(("dim", c_int64), ("from_type", c_int32)),
     )
 
 
@@ -72,8 +84,9 @@ class StepParts(ctypes.Structure):
 
     _fields_ = (
         *(("attention", AttentionParts), ("rope", RopeParts)),
-        *((name, c_void_p) for name in ("hidden", "logits_index", "kv")),
-        *((name, c_int64) for name in ("layer_bytes", "num_tokens", "num_logits")),
+        *((name, c_void_p) for name in ("hidden", "logits_index", "kv", "kv_scales")),
+        *((name, c_int64) for name in ("layer_bytes", "scale_layer_stride")),
+        *((name, c_int64) for name in ("num_tokens", "num_logits")),
         *((name, c_void_p) for name in ("workspace", "logits", "num_final_layers")),
     )
 
@@ -87,6 +100,7 @@ class Library:
     silu_mul: Callable[..., None]
     rope_and_cache: Callable[..., None]
     paged_attention: Callable[..., None]
+    quantise_kv: Callable[..., None]
     workspace_size: Callable[..., int]
     decoder_step: Callable[..., None]
 
@@ -113,12 +127,13 @@ def load_library(path: Path) -> Library:
             silu_mul=bind("silu_mul", c_void_p, c_int64, c_int64, c_void_p),
             rope_and_cache=bind(
                 *("rope_and_cache", POINTER(RopeParts), c_void_p, c_int64, c_void_p, c_int64),
-                *(c_void_p, c_int64, c_int64, c_void_p),
+                *(c_void_p, c_int64, c_int64, c_void_p, c_void_p),
             ),
             paged_attention=bind(
                 *("paged_attention", POINTER(AttentionParts), c_void_p, c_int64, c_void_p),
-                *(c_int64, c_void_p, c_int),
+                *(c_void_p, c_int64, c_void_p, c_int),
             ),
+            quantise_kv=bind("quantise_kv", POINTER(QuantiseParts)),
             workspace_size=bind("workspace_size", POINTER(DecoderParts), c_int64, result=c_int64),
             decoder_step=bind("decoder_step", POINTER(DecoderParts), POINTER(StepParts)),
         )

@@ -2,6 +2,7 @@
 
 #include <cmath>
 
+#include "kv_int8.h"
 #include "vec.h"
 
 namespace isthmus {
@@ -30,21 +31,33 @@ void rotate(float* x, const float* cos, const float* sin, int64_t half) {
 
 inline Floats silu(Floats x) { return x / (1.0f + exp(-x)); }
 
+// Writes a vector to its place in the store, and its scale where there are scales.
+template <typename T>
+void write_vector(const float* vector, int64_t dim, T* to, float*) {
+  for (int64_t d = 0; d < dim; d++) narrow(vector[d], to + d);
+}
+
+inline void write_vector(const float* vector, int64_t dim, int8_t* to, float* scale) {
+  *scale = quantise(vector, dim, kMostByte, to);
+}
+
 template <typename T>
 void rope_and_cache(const RopeParts& parts, float* q, float* k, const float* v, int64_t token,
-                    T* keys) {
+                    T* keys, float* scales) {
   int64_t dim = parts.head_dim, half = dim / 2, block_size = parts.block_size;
-  int64_t values_offset = parts.num_kv_heads * block_size * dim;
+  int64_t to_values = parts.num_kv_heads * block_size;
   const float* cos = parts.cos_sin + parts.positions[token] * dim;
   for (int64_t h = 0; h < parts.num_heads; h++) rotate(q + h * dim, cos, cos + half, half);
   for (int64_t g = 0; g < parts.num_kv_heads; g++) rotate(k + g * dim, cos, cos + half, half);
   int64_t slot = parts.slot_mapping[token];
   if (slot < 0) return;
   T* block = keys + slot / block_size * parts.block_stride;
+  float* block_scales = scales + slot / block_size * parts.scale_block_stride;
   for (int64_t g = 0; g < parts.num_kv_heads; g++) {
-    T* to = block + (g * block_size + slot % block_size) * dim;
-    for (int64_t d = 0; d < dim; d++) narrow(k[g * dim + d], to + d);
-    for (int64_t d = 0; d < dim; d++) narrow(v[g * dim + d], to + values_offset + d);
+    int64_t place = g * block_size + slot % block_size;
+    write_vector(k + g * dim, dim, block + place * dim, block_scales + place);
+    place += to_values;
+    write_vector(v + g * dim, dim, block + place * dim, block_scales + place);
   }
 }
 
@@ -70,11 +83,11 @@ void silu_mul(const float* gate_up, int64_t width, float* out) {
 }
 
 void rope_and_cache(const RopeParts& parts, float* q, float* k, const float* v, int64_t token,
-                    void* kv) {
-  if (parts.is_bf16) {
-    rope_and_cache(parts, q, k, v, token, (bf16*)kv);
-  } else {
-    rope_and_cache(parts, q, k, v, token, (float*)kv);
+                    void* kv, float* kv_scales) {
+  switch (parts.kv_type) {
+    case KvType::kFloat32: return rope_and_cache(parts, q, k, v, token, (float*)kv, kv_scales);
+    case KvType::kBfloat16: return rope_and_cache(parts, q, k, v, token, (bf16*)kv, kv_scales);
+    case KvType::kInt8: return rope_and_cache(parts, q, k, v, token, (int8_t*)kv, kv_scales);
   }
 }
 
@@ -102,9 +115,9 @@ void isthmus_silu_mul(const float* gate_up, int64_t num_rows, int64_t width, flo
 
 void isthmus_rope_and_cache(const isthmus::RopeParts* parts, float* q, int64_t q_stride, float* k,
                             int64_t k_stride, const float* v, int64_t v_stride,
-                            int64_t num_tokens, void* kv) {
+                            int64_t num_tokens, void* kv, float* kv_scales) {
   for (int64_t token = 0; token < num_tokens; token++)
     isthmus::rope_and_cache(*parts, q + token * q_stride, k + token * k_stride,
-                            v + token * v_stride, token, kv);
+                            v + token * v_stride, token, kv, kv_scales);
 }
 }

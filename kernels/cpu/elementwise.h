@@ -4,6 +4,8 @@
 
 #include <cstdint>
 
+#include "vec.h"
+
 namespace isthmus {
 
 // Mirrors `RopeParts` of binding.py, field by field.
@@ -12,8 +14,9 @@ struct RopeParts {
   const int64_t* positions;
   const int64_t* slot_mapping;
   int64_t num_heads, num_kv_heads, head_dim, block_size;
-  int64_t block_stride;  // elements from a block of the store to the next
-  int32_t is_bf16;
+  int64_t block_stride;        // elements from a block of the store to the next
+  int64_t scale_block_stride;  // the same of the scales, where the store has some
+  KvType kv_type;
 };
 
 // out = x · weight / rms(x); may be x.
@@ -27,8 +30,8 @@ void add_rms_norm(const float* x, const float* residual, const float* weight, fl
 void silu_mul(const float* gate_up, int64_t width, float* out);
 
 // Rotates a token's q [H, D] and k [G, D] in place and writes k and v to its slot; kv as the keys
-// of one layer of block 0.
+// of one layer of block 0, kv_scales as their scales.
 void rope_and_cache(const RopeParts& parts, float* q, float* k, const float* v, int64_t token,
-                    void* kv);
+                    void* kv, float* kv_scales);
 
 }  // namespace isthmus

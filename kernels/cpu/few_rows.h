@@ -21,7 +21,7 @@ inline bool few_rows_can_take(int64_t rows, int64_t head_dim) {
 // low halves come first.
 template <typename T>
 inline int64_t place_of_column(int64_t d) {
-  return sizeof(T) == 4 ? d : d / 16 * 16 + d % 2 * 8 + d % 16 / 2;
+  return std::is_same_v<T, bf16> ? d / 16 * 16 + d % 2 * 8 + d % 16 / 2 : d;
 }
 
 // Calls work(std::integral_constant<int, h>, first) for tiles of h rows that make up `rows`.
@@ -109,6 +109,10 @@ inline void load_values(const bf16* from, Floats8 (&columns)[4]) {
     columns[2 * i] = low_halves(words);
     columns[2 * i + 1] = high_halves(words);
   }
+}
+
+inline void load_values(const int8_t* from, Floats8 (&columns)[4]) {
+  for (int i = 0; i < 4; i++) columns[i] = widen8(from + 8 * i);
 }
 
 inline void load_values(const float* from, Floats8 (&columns)[4]) {

@@ -15,7 +15,15 @@ import torch
 from isthmus.kernels import reference
 from isthmus.kernels.cpu.binding import NO_WINDOW, load_library
 from isthmus.kernels.cpu.build import build_library
-from isthmus.kernels.cpu.parts import attention_parts, layer_address, linear_parts, rope_parts
+from isthmus.kernels.cpu.parts import (
+    KV_TYPES,
+    attention_parts,
+    layer_address,
+    linear_parts,
+    quantise_parts,
+    rope_parts,
+    scales_address,
+)
 from isthmus.kernels.cpu.step import CpuDecoderStep
 from isthmus.kernels.memory import HugePageArena
 from isthmus.kernels.reference.quant import quantise_weight
@@ -25,6 +33,7 @@ if TYPE_CHECKING:
     from isthmus.kernels.decoder import DecoderTensors
 
 PANEL = 16
+MOST_DIMS = 5  # of what is quantised in one call
 # Word i of a bfloat16 panel row holds column i (low half) and column i + 8 (high half).
 _BF16_COLUMN_ORDER = [column for i in range(8) for column in (i, i + 8)]
 
@@ -132,7 +141,7 @@ class CpuKernels:
         *,
         kv_scales: torch.Tensor | None = None,
     ) -> None:
-        if kv_scales is not None:  # the library reads and writes float32 and bfloat16
+        if kv.dtype not in KV_TYPES:
             reference.rope_and_cache(
                 q, k, v, cos_sin, positions, kv, layer, slot_mapping, kv_scales=kv_scales
             )
@@ -144,7 +153,7 @@ class CpuKernels:
         assert k.shape == v.shape == (num_tokens, kv.shape[3], kv.shape[5])
         cos_sin = _dense(cos_sin)
         self._library.rope_and_cache(
-            ctypes.byref(rope_parts(cos_sin, positions, slot_mapping, num_heads, kv)),
+            ctypes.byref(rope_parts(cos_sin, positions, slot_mapping, num_heads, kv, kv_scales)),
             q.data_ptr(),
             q.stride(0),
             k.data_ptr(),
@@ -153,6 +162,7 @@ class CpuKernels:
             v.stride(0),
             num_tokens,
             layer_address(kv, layer),
+            scales_address(kv, kv_scales, layer),
         )
 
     def paged_attention(
@@ -171,7 +181,7 @@ class CpuKernels:
         max_query_len: int | None = None,
         max_seq_len: int | None = None,
     ) -> torch.Tensor:
-        if soft_cap is not None or kv_scales is not None:
+        if soft_cap is not None or kv.dtype not in KV_TYPES:
             return reference.paged_attention(
                 *(q, kv, layer, query_start, seq_lens, block_table, scale, sliding_window),
                 soft_cap=soft_cap,
@@ -184,15 +194,42 @@ class CpuKernels:
         query_start, seq_lens, block_table = map(_dense, (query_start, seq_lens, block_table))
         out = q.new_zeros(num_tokens, num_heads * head_dim)
         self._library.paged_attention(
-            ctypes.byref(attention_parts(query_start, seq_lens, block_table, num_heads, scale, kv)),
+            ctypes.byref(
+                attention_parts(query_start, seq_lens, block_table, num_heads, scale, kv, kv_scales)
+            ),
             q.data_ptr(),
             q.stride(0),
             layer_address(kv, layer),
+            scales_address(kv, kv_scales, layer),
             NO_WINDOW if sliding_window is None else sliding_window,
             out.data_ptr(),
             self._num_threads,
         )
         return out
+
+    def quantise_kv(
+        self,
+        x: torch.Tensor,
+        dtype: torch.dtype,
+        out: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Allocates nothing where ``out`` is given, x has five dimensions at most and dtype is
+        int8."""
+        if (
+            dtype != torch.int8
+            or x.dtype not in (torch.float32, torch.bfloat16)
+            or x.dim() > MOST_DIMS
+            or not x.numel()
+        ):
+            return reference.quantise_kv(x, dtype, out)
+        quantised, scales = out or (
+            torch.empty(x.shape, dtype=dtype),
+            torch.empty(x.shape[:-1], dtype=torch.float32),
+        )
+        missing = (None,) * (MOST_DIMS - x.dim())
+        views = (x[missing], quantised[missing], scales[missing])
+        self._library.quantise_kv(ctypes.byref(quantise_parts(*views)))
+        return quantised, scales
 
 
 def _padded(tensor: torch.Tensor, multiple: int) -> torch.Tensor:

@@ -38,6 +38,17 @@ inline void put_columns(Words (&words)[8], const bf16*, float* panel) {
   }
 }
 
+inline void put_columns(Words (&words)[8], const int8_t*, float* panel) {
+  typedef int32_t Ints8 __attribute__((vector_size(32)));
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; i++)
+#pragma GCC unroll 4
+    for (int byte = 0; byte < 4; byte++) {
+      Ints8 wide = (Ints8)(words[i] << (24 - 8 * byte)) >> 24;
+      store8(panel + (4 * i + byte) * kPanel, __builtin_convertvector(wide, Floats8));
+    }
+}
+
 // Sixteen keys of D elements as a panel [D][16].
 template <typename T>
 void keys_to_panel(const T* const* keys, int64_t head_dim, float* panel) {

@@ -35,7 +35,9 @@ struct StepParts {
   float* hidden;                // [T, E] the embedded tokens; overwritten
   const int64_t* logits_index;  // [K]
   void* kv;                     // block 0 of the store
+  float* kv_scales;             // of block 0, or null
   int64_t layer_bytes;          // from a layer of a block to the next
+  int64_t scale_layer_stride;   // the same of the scales, in elements
   int64_t num_tokens, num_logits;
   float* workspace;  // of workspace_size floats
   float* logits;     // [K, V]
@@ -132,15 +134,17 @@ class Step {
     float* k = buffers_.projected + rope.num_heads * rope.head_dim;
     float* v = k + rope.num_kv_heads * rope.head_dim;
     char* kv = (char*)parts_.kv + index * parts_.layer_bytes;
+    float* scales = parts_.kv_scales;
+    if (scales != nullptr) scales += index * parts_.scale_layer_stride;
     linear(layer.qkv, buffers_.normed, parts_.num_tokens, buffers_.projected);
     for_rows(parts_.num_tokens, [&](int64_t row) {
       float* q = buffers_.projected + row * stride;
       if (layer.query_norm != nullptr) norm_heads(q, layer.query_norm, rope.num_heads);
       if (layer.key_norm != nullptr) norm_heads(k + row * stride, layer.key_norm, rope.num_kv_heads);
-      rope_and_cache(rope, q, k + row * stride, v + row * stride, row, kv);
+      rope_and_cache(rope, q, k + row * stride, v + row * stride, row, kv, scales);
     });
     tell_final_layers(index + 1);
-    run_attention(team_, parts_.attention, buffers_.projected, stride, kv, layer.window,
+    run_attention(team_, parts_.attention, buffers_.projected, stride, kv, scales, layer.window,
                   buffers_.attended);
   }
 

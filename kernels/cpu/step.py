@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from isthmus.kernels.cpu.binding import NO_WINDOW, DecoderParts, LayerParts, Library, StepParts
-from isthmus.kernels.cpu.parts import attention_parts, layer_address, linear_parts, rope_parts
+from isthmus.kernels.cpu.parts import (
+    attention_parts,
+    layer_address,
+    linear_parts,
+    rope_parts,
+    scales_address,
+)
 
 if TYPE_CHECKING:
     from isthmus.common.layer_progress import LayerMarks
@@ -44,6 +50,7 @@ class CpuDecoderStep:
         step: StepTensors,
         kv: torch.Tensor,
         marks: LayerMarks | None = None,
+        kv_scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
         decoder = self._decoder
         num_tokens, num_logits = hidden.shape[0], step.logits_index.shape[0]
@@ -62,14 +69,17 @@ class CpuDecoderStep:
                 decoder.num_heads,
                 decoder.scale,
                 kv,
+                kv_scales,
             ),
             rope=rope_parts(
-                decoder.cos_sin, step.positions, step.slot_mapping, decoder.num_heads, kv
+                decoder.cos_sin, step.positions, step.slot_mapping, decoder.num_heads, kv, kv_scales
             ),
             hidden=hidden.data_ptr(),
             logits_index=step.logits_index.data_ptr(),
             kv=layer_address(kv, 0),
+            kv_scales=scales_address(kv, kv_scales, 0),
             layer_bytes=kv.stride(1) * kv.element_size(),
+            scale_layer_stride=0 if kv_scales is None else kv_scales.stride(1),
             num_tokens=num_tokens,
             num_logits=num_logits,
             workspace=workspace.data_ptr(),

@@ -7,6 +7,10 @@
 #include <type_traits>
 #include <utility>
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
 namespace isthmus {
 
 #if defined(__AVX512F__)
@@ -36,6 +40,9 @@ struct bf16 {
   uint16_t bits;
 };
 
+// What a KV store holds; mirrors `KV_TYPES` of parts.py. int8 comes with scales.
+enum class KvType : int32_t { kFloat32 = 0, kBfloat16 = 1, kInt8 = 2 };
+
 inline Floats splat(float value) { return value - Floats{}; }
 
 inline Floats load(const float* from) { return *(const UnalignedFloats*)from; }
@@ -57,6 +64,17 @@ inline void store8(float* to, Floats8 value) { store_words(to, (Words)value); }
 inline Floats8 low_halves(Words words) { return (Floats8)(words << 16); }
 
 inline Floats8 high_halves(Words words) { return (Floats8)(words & 0xffff0000u); }
+
+// Eight bytes as floats.
+inline Floats8 widen8(const int8_t* from) {
+#if defined(__AVX2__)
+  return (Floats8)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from)));
+#else
+  Floats8 wide;
+  for (int i = 0; i < 8; i++) wide[i] = float(from[i]);
+  return wide;
+#endif
+}
 
 inline void load_parts(const float* from, Floats (&parts)[kParts]) {
   for (int part = 0; part < kParts; part++) parts[part] = load(from + part * kLanes);
@@ -132,6 +150,13 @@ inline float widen(bf16 value) {
   float wide;
   memcpy(&wide, &bits, sizeof(wide));
   return wide;
+}
+
+inline float widen(int8_t value) { return float(value); }
+
+inline void widen16(const int8_t* from, float* to) {
+  store8(to, widen8(from));
+  store8(to + 8, widen8(from + 8));
 }
 
 inline void widen16(const float* from, float* to) { memcpy(to, from, 16 * sizeof(float)); }

@@ -17,10 +17,14 @@ def quantise_weight(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return quantise_kv(weight, torch.int8)
 
 
-def quantise_kv(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def quantise_kv(
+    x: torch.Tensor,
+    dtype: torch.dtype,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """x [..., D] → (quantised [..., D] of ``dtype``, scales float32 [...]); x ≈ quantised · scale.
 
-    int8 rounds to nearest even. A vector of zeros gets scale 0.
+    int8 rounds to nearest even. A vector of zeros gets scale 0. ``out`` is where to write both.
     """
     wide = x.float()
     scales = wide.abs().amax(dim=-1) / LARGEST[dtype]
@@ -28,7 +32,11 @@ def quantise_kv(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torc
     scaled = wide / safe.unsqueeze(-1)
     if dtype is torch.int8:
         scaled = scaled.round().clamp(-LARGEST[dtype], LARGEST[dtype])
-    return scaled.to(dtype), scales
+    if out is None:
+        return scaled.to(dtype), scales
+    out[0].copy_(scaled)
+    out[1].copy_(scales)
+    return out
 
 
 def dequantise_kv(

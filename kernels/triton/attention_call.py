@@ -22,8 +22,8 @@ _QUANTISED_DTYPES = {torch.int8, torch.float8_e4m3fn}
 class AttentionCall:
     """Arguments as ``Kernels.paged_attention`` has them, lengths known, ``out`` [T, H·D] added.
 
-    q may be a view: rows at any distance, the heads of a row side by side. kv may have any block
-    stride; within a block it is contiguous.
+    q may be a view: rows at any distance, the heads of a row side by side. kv may have any stride
+    of blocks and of layers; within a layer of a block it is contiguous.
     """
 
     q: torch.Tensor
@@ -46,7 +46,7 @@ class AttentionCall:
         assert self.q.stride(1) == head_dim, self.q.stride()
         assert self.kv.shape[5] == head_dim, (self.kv.shape, head_dim)
         assert num_heads % self.num_kv_heads == 0, (num_heads, self.num_kv_heads)
-        assert self.kv[0].is_contiguous()
+        assert self.kv[0, 0].is_contiguous()
         indices = (self.query_start, self.seq_lens, self.block_table)
         assert all(x.dtype == torch.int32 and x.stride(-1) == 1 for x in indices)
         assert self.query_start.shape[0] == self.num_sequences + 1
@@ -56,7 +56,7 @@ class AttentionCall:
         else:
             assert self.kv.dtype in _QUANTISED_DTYPES, self.kv.dtype
             assert self.kv_scales.shape == self.kv.shape[:-1], self.kv_scales.shape
-            assert self.kv_scales[0].is_contiguous()
+            assert self.kv_scales[0, 0].is_contiguous()
 
     @property
     def num_tokens(self) -> int:

@@ -88,7 +88,8 @@ def _move(
     source, target = _as_words(source), _as_words(target)
     if source[0].is_contiguous() and target[0].is_contiguous():
         num_planes = 1
-    else:
+    else:  # planes at equal distances: a store whose layers carry scales is copied as bytes
+        assert all(x.stride(1) == 2 * x.stride(2) for x in (source, target))
         num_planes = source.shape[1] * 2
     run_words = math.prod(source.shape[1:]) // num_planes
     tile = min(_TILE_WORDS, triton.next_power_of_2(run_words))

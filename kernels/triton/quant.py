@@ -106,12 +106,20 @@ def _dequantise_kernel(
     tl.store(out + offsets, (values * row_scales[:, None]).to(out.dtype.element_ty), mask=inside)
 
 
-def quantise_kv(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def quantise_kv(
+    x: torch.Tensor,
+    dtype: torch.dtype,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     x = x.contiguous()
     quantised = torch.empty(x.shape, dtype=dtype, device=x.device)
     scales = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
     _launch(_quantise_kernel, x, as_bytes(quantised), scales)
-    return quantised, scales
+    if out is None:
+        return quantised, scales
+    as_bytes(out[0]).copy_(as_bytes(quantised))
+    out[1].copy_(scales)
+    return out
 
 
 def dequantise_kv(

@@ -124,7 +124,7 @@ def rope_and_cache(
     assert cos_sin.dtype == torch.float32
     assert cos_sin.is_contiguous()
     assert kv.shape[5] == head_dim
-    assert kv[:1].is_contiguous()
+    assert kv[:1, :1].is_contiguous()
     scales = None if kv_scales is None else kv_scales[:, layer]
     parts = triton.cdiv(num_heads, _QUERY_HEADS) + 1
     _rope_and_cache_kernel[(num_tokens, parts)](

@@ -24,7 +24,9 @@ CHUNK = 24  # the token budget of a step: no multiple of a block
 LENGTHS = (1, 17, 63, 64, 130)
 
 
-def config_of(block_size: int, connector: str = "local", script: str = "") -> ClusterConfig:
+def config_of(
+    block_size: int, connector: str = "local", script: str = "", kv_dtype: str = "auto"
+) -> ClusterConfig:
     pool = {
         "engine": {
             "block_size": block_size,
@@ -32,6 +34,7 @@ def config_of(block_size: int, connector: str = "local", script: str = "") -> Cl
             "max_num_batched_tokens": CHUNK,
             "max_num_seqs": 8,
             "watermark": 0.0,
+            "kv_dtype": kv_dtype,
         }
     }
     transfer = {"connector": connector, "quarantine_ms": 200, "fault_script": script}
@@ -65,20 +68,27 @@ class Workers:
 
 
 async def start(
-    cluster: LocalCluster, role: Role, size: int, connector: str, script: str = ""
+    cluster: LocalCluster,
+    role: Role,
+    size: int,
+    connector: str,
+    script: str = "",
+    kv_dtype: str = "auto",
 ) -> InstanceInfo:
-    worker = await cluster.start(role, f"{role.value}-{size}", config_of(size, connector, script))
+    config = config_of(size, connector, script, kv_dtype)
+    worker = await cluster.start(role, f"{role.value}-{size}", config)
     assert worker.info is not None
     return worker.info
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def running() -> AsyncIterator[Workers]:
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["auto", "int8"])
+async def running(request: pytest.FixtureRequest) -> AsyncIterator[Workers]:
+    """With KV as wide as the weights, and in one byte an element on both sides."""
     async with LocalCluster() as cluster, AsyncExitStack() as stack:
         workers = Workers({}, {}, {})
         for size in SIZES:
-            workers.prefill[size] = await start(cluster, Role.PREFILL, size, "local")
-            workers.decode[size] = await start(cluster, Role.DECODE, size, "local")
+            for role, infos in ((Role.PREFILL, workers.prefill), (Role.DECODE, workers.decode)):
+                infos[size] = await start(cluster, role, size, "local", kv_dtype=request.param)
             stream = GatewayStub(workers.decode[size])
             workers.streams[size] = await stack.enter_async_context(stream)
         yield workers

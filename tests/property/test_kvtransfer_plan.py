@@ -81,27 +81,24 @@ class Instance:
         return Side(self.ranks[rank], self.block_ids, self.first_token)
 
     def stores(self) -> list[Bytes]:
-        """[N, L, K, G, B, D·bytes] per rank."""
+        """[N · bytes of a block] per rank."""
         return [
-            np.full(
-                (
-                    NUM_BLOCKS,
-                    layout.num_layers,
-                    layout.num_planes,
-                    layout.num_kv_heads,
-                    layout.block_size,
-                    layout.vector_bytes,
-                ),
-                UNTOUCHED,
-                dtype=np.uint8,
-            )
+            np.full(NUM_BLOCKS * layout.block_bytes, UNTOUCHED, dtype=np.uint8)
             for layout in self.ranks
         ]
 
-    def vectors(self, store: Bytes, token: int) -> Bytes:
-        """[L, K, G, D·bytes] of one token, as a view."""
+    def vectors(self, rank: int, store: Bytes, token: int) -> list[Bytes]:
+        """[L, G, bytes] of one token in each plane, as views."""
+        layout = self.ranks[rank]
         index, slot = divmod(token - self.first_token, self.block_size)
-        return store[self.block_ids[index], :, :, :, slot]
+        layers = store.reshape(NUM_BLOCKS, layout.num_layers, -1)[self.block_ids[index]]
+        vectors = []
+        for plane in layout.planes:
+            size = layout.num_kv_heads * layout.block_size * plane.vector_bytes
+            part = layers[:, plane.offset : plane.offset + size]
+            shape = (layout.num_layers, layout.num_kv_heads, layout.block_size, -1)
+            vectors.append(part.reshape(shape)[:, :, slot])
+        return vectors
 
 
 @st.composite
@@ -139,7 +136,7 @@ def transfers(draw: st.DrawFn) -> tuple[Instance, Instance, range]:
         num_kv_heads=1 if kind == "mla" else draw(st.integers(1, 4)),
         head_dim=draw(st.sampled_from([1, 3])),
         block_size=4,
-        dtype="bfloat16",
+        dtype=draw(st.sampled_from(["bfloat16", "int8"])),
         kind=kind,
         windows=draw(st.sampled_from([(), (5,), (0, 9), (17, 0, 3)])),
     )
@@ -168,11 +165,10 @@ def copy_all(
     written = [np.zeros(store.size, dtype=np.int64) for store in results]
     for s, store in enumerate(stores):
         for t, result in enumerate(results):
-            flat, raw = result.reshape(-1), store.reshape(-1)
             for layers in itertools.starmap(range, pairwise(edges)):
                 for op in plan_copies(source.side(s), target.side(t), tokens, needed, layers):
                     end = op.target_offset + op.num_bytes
-                    flat[op.target_offset : end] = raw[
+                    result[op.target_offset : end] = store[
                         op.source_offset : op.source_offset + op.num_bytes
                     ]
                     written[t][op.target_offset : end] += 1
@@ -187,33 +183,36 @@ def test_every_token_lands_whole_on_every_rank(
 ) -> None:
     source, target, tokens = transfer
     like = source.ranks[0]
-    shape = (tokens.stop, like.num_layers, like.num_planes, like.model_kv_heads, like.vector_bytes)
-    kv = np.random.default_rng(1).integers(0, UNTOUCHED, shape, dtype=np.uint8)  # [T, L, K, H, D]
+    random = np.random.default_rng(1)
+    kv = [  # [T, L, H, bytes] of each plane
+        random.integers(
+            *(0, UNTOUCHED),
+            (tokens.stop, like.num_layers, like.model_kv_heads, plane.vector_bytes),
+            dtype=np.uint8,
+        )
+        for plane in like.planes
+    ]
     stores = source.stores()
-    for layout, store in zip(source.ranks, stores, strict=True):
+    for rank, (layout, store) in enumerate(zip(source.ranks, stores, strict=True)):
+        own = slice(layout.heads.start, layout.heads.stop)
         for token in range(source.first_token, tokens.stop):
-            source.vectors(store, token)[:] = kv[token][
-                :, :, layout.heads.start : layout.heads.stop
-            ]
+            for there, plane in zip(source.vectors(rank, store, token), kv, strict=True):
+                there[:] = plane[token][:, own]
     results = copy_all(source, target, tokens, stores, windowed, layer_cuts)
 
     needed = first_needed(like, tokens.stop) if windowed else np.zeros(like.num_layers)
-    for layout, result in zip(target.ranks, results, strict=True):
-        others = result.copy()
+    for rank, (layout, result) in enumerate(zip(target.ranks, results, strict=True)):
+        others, own = result.copy(), slice(layout.heads.start, layout.heads.stop)
         for token in range(target.first_token, tokens.stop):
-            there = target.vectors(result, token)
-            target.vectors(others, token)[:] = UNTOUCHED
-            if token < tokens.start:
-                assert (there == UNTOUCHED).all(), token
-                continue
-            expected = kv[token][:, :, layout.heads.start : layout.heads.stop]
             block_end = (token // layout.block_size + 1) * layout.block_size
-            for layer in range(like.num_layers):
-                if block_end > needed[layer]:
-                    assert (there[layer] == expected[layer]).all(), (token, layer)
-                else:
-                    assert (there[layer] == UNTOUCHED).all(), (token, layer)
-        others[target.block_ids[-1]] = UNTOUCHED  # its slots behind the last token are undefined
+            moved = (block_end > needed) & (token >= tokens.start)  # [L]
+            for there, plane in zip(target.vectors(rank, result, token), kv, strict=True):
+                expected = np.where(moved[:, None, None], plane[token][:, own], UNTOUCHED)
+                assert (there == expected).all(), token
+            for there in target.vectors(rank, others, token):
+                there[:] = UNTOUCHED
+        last = target.block_ids[-1]  # its slots behind the last token are undefined
+        others.reshape(NUM_BLOCKS, -1)[last] = UNTOUCHED
         assert (others == UNTOUCHED).all()
 
 

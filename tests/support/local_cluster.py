@@ -22,35 +22,44 @@ from isthmus.prefill_worker.main import build_role as build_prefill
 from isthmus.protos import convert
 from isthmus.protos.v1 import common_pb2
 from isthmus.worker.lifecycle import ExitCode, StopRequest
-from isthmus.worker.process import run_worker
+from isthmus.worker.process import load_engine, run_worker
 from isthmus.worker.role import WorkerArgs
+from isthmus.worker.transfers import staging_bytes_of
 from tests.support.tiny_model import TinyModel
 
 START_TIMEOUT_S = 30.0
+TINY = "sample"  # path of a model that is not loaded: workers have a tiny one instead
 
 
 class GatedModel(TinyModel):
     """A tiny model whose forward passes can be held at the door."""
 
-    def __init__(self, seed: int = 0) -> None:
-        super().__init__(seed)
+    def __init__(self, seed: int = 0, windows: tuple[int, ...] = ()) -> None:
+        super().__init__(seed, windows)
         self.gate = threading.Event()
         self.gate.set()
         self.num_held = 0
 
-    def forward(self, batch, kv, marks=None):  # type: ignore[no-untyped-def]
+    def forward(self, batch, kv, marks=None, kv_scales=None):  # type: ignore[no-untyped-def]
         if not self.gate.is_set():
             self.num_held += 1
             self.gate.wait(30)
-        return super().forward(batch, kv, marks)
+        return super().forward(batch, kv, marks, kv_scales)
 
 
 class LocalWorker:
     """One worker in a task."""
 
-    def __init__(self, role: Role, instance_id: str, config: ClusterConfig, seed: int) -> None:
+    def __init__(
+        self,
+        role: Role,
+        instance_id: str,
+        config: ClusterConfig,
+        seed: int,
+        windows: tuple[int, ...] = (),
+    ) -> None:
         self.role = role
-        self.model = GatedModel(seed)
+        self.model = GatedModel(seed, windows)
         self.stop = StopRequest()
         self.engine: EngineCore | None = None
         self.info: InstanceInfo | None = None
@@ -63,7 +72,15 @@ class LocalWorker:
         self.task = asyncio.create_task(run_worker(args, build, self.stop, self._build_engine))
 
     def _build_engine(self, args: WorkerArgs, clock: Clock) -> EngineCore:
-        self.engine = EngineCore(self.model, self._engine_config(args), clock)
+        if args.config.model.path != TINY:
+            self.engine = load_engine(args, clock)
+            return self.engine
+        self.engine = EngineCore(
+            self.model,
+            self._engine_config(args),
+            clock,
+            staging_bytes=staging_bytes_of(args.config, args.role),
+        )
         return self.engine
 
     @staticmethod
@@ -134,8 +151,9 @@ class LocalCluster:
         config: ClusterConfig | None = None,
         *,
         seed: int = 0,
+        windows: tuple[int, ...] = (),
     ) -> LocalWorker:
-        worker = LocalWorker(role, instance_id, config or self.config, seed)
+        worker = LocalWorker(role, instance_id, config or self.config, seed, windows)
         worker.start(self.registry_address)
         self._workers.append(worker)
         return worker
@@ -147,8 +165,9 @@ class LocalCluster:
         config: ClusterConfig | None = None,
         *,
         seed: int = 0,
+        windows: tuple[int, ...] = (),
     ) -> LocalWorker:
-        worker = self.launch(role, instance_id, config, seed=seed)
+        worker = self.launch(role, instance_id, config, seed=seed, windows=windows)
         assert worker.task is not None
         async with asyncio.timeout(START_TIMEOUT_S):
             while True:

@@ -18,6 +18,7 @@ from isthmus.common.layer_progress import LayerMarks
 from isthmus.engine.core import EngineCore
 from isthmus.engine.models.types import ForwardBatch, ModelSpec
 from isthmus.engine.runners import RunnerOf, make_runner
+from isthmus.kernels.reference.quant import quantise_kv
 
 VOCAB_SIZE = 64
 _NUM_LAYERS = 2
@@ -32,9 +33,10 @@ ENGINE_DEFAULTS: dict[str, object] = {}
 
 
 class TinyModel:
-    """Implements ``LanguageModel``; equal seeds give equal weights."""
+    """Implements ``LanguageModel``; equal seeds give equal weights. ``windows``: of the layers, as
+    KV layouts have them."""
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, seed: int = 0, windows: tuple[int, ...] = ()) -> None:
         self.spec = ModelSpec(
             name="tiny",
             architecture="tiny",
@@ -50,6 +52,7 @@ class TinyModel:
             dtype="float32",
             eos_token_ids=(0,),
             weight_bytes=0,
+            layer_windows=windows,
         )
         generator = torch.Generator().manual_seed(seed)
 
@@ -78,7 +81,11 @@ class TinyModel:
         self.after_layer: Callable[[int], None] = lambda layer: None  # its KV is marked as final
 
     def forward(
-        self, batch: ForwardBatch, kv: torch.Tensor, marks: LayerMarks | None = None
+        self,
+        batch: ForwardBatch,
+        kv: torch.Tensor,
+        marks: LayerMarks | None = None,
+        kv_scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
         self.forward_sizes.append(len(batch.input_ids))
         if self.before_forward is not None:
@@ -89,7 +96,7 @@ class TinyModel:
             raise RuntimeError("the tiny model was told to fail")
         hidden = self._embedding[batch.input_ids] + self._positions[batch.positions]  # [T, E]
         for layer in range(_NUM_LAYERS):
-            hidden = hidden + self._attention(layer, hidden, batch, kv)
+            hidden = hidden + self._attention(layer, hidden, batch, (kv, kv_scales))
             if marks is not None:
                 marks.mark(layer + 1)
             self.after_layer(layer)
@@ -99,9 +106,14 @@ class TinyModel:
         return logits.float()
 
     def _attention(
-        self, layer: int, hidden: torch.Tensor, batch: ForwardBatch, kv: torch.Tensor
+        self,
+        layer: int,
+        hidden: torch.Tensor,
+        batch: ForwardBatch,
+        store: tuple[torch.Tensor, torch.Tensor | None],
     ) -> torch.Tensor:
         weights = self._projections[layer]
+        kv, scales = store
         block_size = kv.shape[4]
         normed = torch.nn.functional.layer_norm(hidden, (_HIDDEN_SIZE,))
         query = (normed @ weights["q"]).view(-1, _NUM_HEADS, _HEAD_DIM)
@@ -110,15 +122,25 @@ class TinyModel:
         blocks, offsets = slots // block_size, slots % block_size
         for index, name in enumerate(("k", "v")):
             values = (normed[written] @ weights[name]).view(-1, _NUM_KV_HEADS, _HEAD_DIM)
-            kv[blocks, layer, index, :, offsets] = values.to(kv.dtype)
+            if scales is None:
+                kv[blocks, layer, index, :, offsets] = values.to(kv.dtype)
+            else:
+                quantised, own = quantise_kv(values, kv.dtype)
+                kv[blocks, layer, index, :, offsets] = quantised
+                scales[blocks, layer, index, :, offsets] = own
         out = torch.empty_like(query)
         bounds = batch.query_start.tolist()
         for row, (start, end) in enumerate(pairwise(bounds)):
             length = int(batch.seq_lens[row])
             table = batch.block_table[row, : -(-length // block_size)].long()
-            keys, values = (self._gather(kv[table, layer, i], length) for i in (0, 1))
+            keys, values = (
+                self._gather(_wide(kv, scales, (table, layer, i)), length) for i in (0, 1)
+            )
             scores = torch.einsum("thd,shd->hts", query[start:end], keys) * _HEAD_DIM**-0.5
-            visible = torch.arange(length) <= batch.positions[start:end, None]
+            distance = batch.positions[start:end, None] - torch.arange(length)
+            visible = distance >= 0
+            if self.spec.layer_windows and self.spec.layer_windows[layer]:
+                visible &= distance < self.spec.layer_windows[layer]
             scores = scores.masked_fill(~visible, float("-inf"))
             out[start:end] = torch.einsum("hts,shd->thd", scores.softmax(-1), values)
         return out.reshape(-1, _HIDDEN_SIZE) @ weights["o"]
@@ -128,6 +150,14 @@ class TinyModel:
         """[M, G, B, D] → [length, H, D] float64, KV heads repeated for their query heads."""
         tokens = blocks.transpose(1, 2).reshape(-1, _NUM_KV_HEADS, _HEAD_DIM)[:length]
         return tokens.double().repeat_interleave(_NUM_HEADS // _NUM_KV_HEADS, dim=1)
+
+
+def _wide(
+    kv: torch.Tensor, scales: torch.Tensor | None, at: tuple[torch.Tensor, int, int]
+) -> torch.Tensor:
+    """[M, G, B, D] float64"""
+    vectors = kv[at].double()
+    return vectors if scales is None else vectors * scales[at].unsqueeze(-1)
 
 
 def make_tiny_core(

@@ -86,8 +86,13 @@ class RankedModel:
         return self.models[0].spec
 
     def forward(
-        self, batch: ForwardBatch, kv: torch.Tensor, marks: LayerMarks | None = None
+        self,
+        batch: ForwardBatch,
+        kv: torch.Tensor,
+        marks: LayerMarks | None = None,
+        kv_scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        assert kv_scales is None
         if not self.kv_of:
             for model in self.models:
                 shape = (*kv.shape[:3], model.spec.num_kv_heads, *kv.shape[4:])

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from isthmus.common.clock import NS_PER_MS, VirtualClock
 from isthmus.common.config import TransferConfig
@@ -18,6 +19,7 @@ from isthmus.common.ids import BlockId, InstanceId, RequestId, new_transfer_id
 from isthmus.common.kv_layout import KvLayout, head_ranges
 from isthmus.common.transfer import TransferTicket
 from isthmus.common.types import InstanceRef
+from isthmus.kernels import reference
 from isthmus.kvtransfer.connectors.fake import FakeConnector, parse_script
 from isthmus.kvtransfer.connectors.local import LocalConnector, LocalFabric
 from isthmus.kvtransfer.interface import MemoryRegion
@@ -26,6 +28,7 @@ from isthmus.kvtransfer.observer import Side
 from isthmus.kvtransfer.rank_port import LocalPort, RankPort
 from isthmus.kvtransfer.receive_session import Ignored, ReceiveSession
 from isthmus.kvtransfer.send_session import SendSession
+from isthmus.kvtransfer.staging import Converter
 
 LAYOUT = KvLayout("model", num_layers=2, num_kv_heads=1, head_dim=4, block_size=4, dtype="float32")
 NUM_BLOCKS = 32
@@ -83,8 +86,10 @@ class RankStores:
         layouts: Sequence[KvLayout],
         script: str = "",
         config: TransferConfig = CONFIG,
+        staging_bytes: int = 0,
     ) -> None:
-        """``script`` is each rank's."""
+        """``script`` is each rank's. ``staging_bytes``: of memory behind the blocks, in which KV is
+        converted."""
         self.layouts = tuple(layouts)
         random = np.random.default_rng(sum(instance_id.encode()) + epoch)
         heads = self.layouts[0].model_kv_heads
@@ -92,6 +97,17 @@ class RankStores:
         self.memories: list[npt.NDArray[np.uint8]] = [
             whole[:, :, :, layout.heads.start : layout.heads.stop].flatten()
             for layout in self.layouts
+        ]
+        for index, (layout, memory) in enumerate(zip(self.layouts, self.memories, strict=True)):
+            missing = NUM_BLOCKS * layout.block_bytes + staging_bytes - memory.nbytes
+            if missing:  # what is behind the blocks, and scales
+                behind = random.integers(0, 256, missing, dtype=np.uint8)
+                self.memories[index] = np.concatenate((memory, behind))
+        self.converters = [
+            Converter(torch.from_numpy(memory), layout, NUM_BLOCKS, reference.quantise_kv)
+            if staging_bytes
+            else None
+            for layout, memory in zip(self.layouts, self.memories, strict=True)
         ]
         name = f"{instance_id}@{epoch}"
         self.connectors = [
@@ -108,9 +124,10 @@ class RankStores:
                 (connector,),
                 config,
                 clock,
+                converter,
             )
-            for layout, memory, connector in zip(
-                self.layouts, self.memories, self.connectors, strict=True
+            for layout, memory, connector, converter in zip(
+                self.layouts, self.memories, self.connectors, self.converters, strict=True
             )
         ]
 
@@ -152,12 +169,14 @@ class TransferEnd:
         config: TransferConfig = CONFIG,
         stores: RankStores | None = None,
         ports: Sequence[RankPort] | None = None,
+        staging_bytes: int = 0,
     ) -> None:
         """``stores`` are of several ranks, ``ports`` the manager's where they are not these."""
         self.ref = InstanceRef(InstanceId(instance_id), epoch, "127.0.0.1:1")
         self.stores = stores or RankStores(
-            instance_id, epoch, fabric, clock, [layout], script, config
+            instance_id, epoch, fabric, clock, [layout], script, config, staging_bytes
         )
+        self.converter = self.stores.converters[0]
         self.layout = self.stores.layouts[0]
         self.memory = self.stores.memories[0]
         self.connector = self.stores.connectors[0]
@@ -167,7 +186,8 @@ class TransferEnd:
         )
 
     def blocks(self, block_ids: Sequence[BlockId]) -> npt.NDArray[np.uint8]:
-        return self.memory.reshape(NUM_BLOCKS, -1)[list(block_ids)]
+        num_bytes = NUM_BLOCKS * self.layout.block_bytes
+        return self.memory[:num_bytes].reshape(NUM_BLOCKS, -1)[list(block_ids)]
 
 
 @dataclass
@@ -242,11 +262,14 @@ async def transfer_pair(
     config: TransferConfig = CONFIG,
     source: KvLayout = LAYOUT,
     target: KvLayout = LAYOUT,
+    staging_bytes: int = 0,
 ) -> AsyncIterator[TransferPair]:
     """``script``: faults of the prefill side's writes. Both sides have shaken hands."""
     clock, fabric = VirtualClock(10**18), LocalFabric()
     pair = TransferPair(
-        TransferEnd("prefill-0", 1, fabric, clock, script, source, config),
+        TransferEnd(
+            "prefill-0", 1, fabric, clock, script, source, config, staging_bytes=staging_bytes
+        ),
         TransferEnd("decode-0", 1, fabric, clock, "", target, config),
         clock,
         fabric,

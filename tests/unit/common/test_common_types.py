@@ -47,7 +47,6 @@ def test_layouts_of_unlike_block_sizes_are_compatible() -> None:
     ("other", "text"),
     [
         (KvLayout("m", 30, 3, 64, 16, "bfloat16", windows=(8,)), "windows: () here, (8,) there"),
-        (KvLayout("m", 30, 3, 64, 16, "float32"), "dtype: bfloat16 here, float32 there"),
         (KvLayout("n", 30, 3, 64, 16, "bfloat16"), "model_fingerprint: m here, n there"),
         (KvLayout("m", 30, 4, 64, 16, "bfloat16"), "kv_heads: 3 here, 4 there"),
     ],

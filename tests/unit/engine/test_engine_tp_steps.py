@@ -10,6 +10,7 @@ import torch
 from isthmus.common.config import EngineConfig
 from isthmus.common.errors import InstanceLostError, InternalError
 from isthmus.common.layer_progress import LayerCounter
+from isthmus.engine.kv_store import KvStore, layout_of
 from isthmus.engine.models.types import ForwardBatch
 from isthmus.engine.tp_group import SingleRank
 from isthmus.engine.tp_steps import (
@@ -51,20 +52,20 @@ def test_a_batch_arrives_as_it_was_sent(logits_index: list[int]) -> None:
             assert value == expected
 
 
-def kv_of(model: TinyModel) -> torch.Tensor:
-    spec = model.spec
-    return torch.zeros(4, spec.num_layers, 2, spec.num_kv_heads, 4, spec.head_dim)
+def store_of(model: TinyModel, num_blocks: int = 4, kv_dtype: str = "auto") -> KvStore:
+    return KvStore(layout_of(model.spec, 4, kv_dtype), num_blocks, "cpu")
 
 
-def test_a_follower_writes_the_kv_that_the_leader_writes() -> None:
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+def test_a_follower_writes_the_kv_that_the_leader_writes(kv_dtype: str) -> None:
     model = TinyModel()
-    leader_kv, follower_kv = kv_of(model), kv_of(model)
-    follower = Follower(TinyModel(), follower_kv, "cpu")
+    mine, theirs = (store_of(model, kv_dtype=kv_dtype) for _ in range(2))
+    follower = Follower(TinyModel(), theirs, "cpu")
     leader = LeaderModel(model, follower.run, "cpu")
     for _ in range(2):
-        leader.forward(batch([2]), leader_kv)
-    assert leader_kv.count_nonzero()
-    assert torch.equal(follower_kv, leader_kv)
+        leader.forward(batch([2]), mine.tensor, kv_scales=mine.scales)
+    assert mine.tensor.count_nonzero()
+    assert torch.equal(theirs.memory, mine.memory)
 
 
 def test_a_layer_is_final_on_all_ranks_when_the_leader_is_through_the_next() -> None:
@@ -72,13 +73,14 @@ def test_a_layer_is_final_on_all_ranks_when_the_leader_is_through_the_next() -> 
     counter = LayerCounter()
     told: list[int] = []
     model.after_layer = lambda layer: told.append(counter.num_final_layers)
-    LeaderModel(model, lambda _: None, "cpu").forward(batch([2]), kv_of(model), counter)
+    kv = store_of(model).tensor
+    LeaderModel(model, lambda _: None, "cpu").forward(batch([2]), kv, counter)
     assert told == [0, 1]
 
 
 def test_a_follower_that_missed_a_step_runs_no_other() -> None:
     model = TinyModel()
-    follower = Follower(model, kv_of(model), "cpu")
+    follower = Follower(model, store_of(model), "cpu")
     follower.run(encode_step(1, batch([2])))
     with pytest.raises(InternalError, match="step 3 came after step 1"):
         follower.run(encode_step(3, batch([2])))
@@ -92,7 +94,7 @@ def test_tokens_are_those_of_the_model_alone() -> None:
     ]
     expected = [outcome.token_ids for outcome in generate(make_tiny_core(), *requests)]
     model = TinyModel()
-    follower = Follower(TinyModel(), kv_of(model).new_zeros(65, 2, 2, 2, 4, 8), "cpu")
+    follower = Follower(TinyModel(), store_of(model, 65), "cpu")
     core = make_tiny_core(LeaderModel(model, follower.run, "cpu"))  # type: ignore[arg-type]
     assert [outcome.token_ids for outcome in generate(core, *requests)] == expected
 

@@ -73,10 +73,41 @@ def test_slots_behind_the_last_token_are_not_covered() -> None:
     read = host_reader(region_of(memory), LAYOUT, 2)
     side, layers = Side(LAYOUT, blocks(1)), range(LAYOUT.num_layers)
     before = block_checksums(read, side, range(3), 4, LAYOUT.heads, layers)
-    read(blocks(1)[0])[:, :, :, 3] ^= 255
+    (block,) = read(blocks(1)[0])
+    block[:, :, :, 3] ^= 255
     assert block_checksums(read, side, range(3), 4, LAYOUT.heads, layers) == before
-    read(blocks(1)[0])[0, 0, 0, 2, 0] ^= 1
+    block[0, 0, 0, 2, 0] ^= 1
     assert block_checksums(read, side, range(3), 4, LAYOUT.heads, layers) != before
+
+
+def test_scales_are_covered() -> None:
+    layout = replace(LAYOUT, dtype="int8")
+    memory = memory_of(layout, 2, 1)
+    read = host_reader(region_of(memory), layout, 2)
+    side = Side(layout, blocks(1))
+    before = block_checksums(read, side, range(3), 4, layout.heads, range(2))
+    _, scales = read(blocks(1)[0])
+    scales[:, :, :, 3] ^= 255
+    assert block_checksums(read, side, range(3), 4, layout.heads, range(2)) == before
+    scales[1, 1, 0, 2, 3] ^= 1
+    assert block_checksums(read, side, range(3), 4, layout.heads, range(2)) != before
+
+
+def test_a_layer_whose_window_a_block_has_left_is_not_covered() -> None:
+    memory = memory_of(LAYOUT, 3, 1)
+    read = host_reader(region_of(memory), LAYOUT, 3)
+    side, needed = Side(LAYOUT, blocks(1, 2)), np.array([0, 5])
+
+    def sums() -> tuple[int, ...]:
+        return block_checksums(read, side, range(8), 4, LAYOUT.heads, range(2), needed)
+
+    before = sums()
+    (first,), (second,) = read(blocks(1)[0]), read(blocks(2)[0])
+    first[1] ^= 255
+    assert sums() == before
+    first[0] ^= 255
+    second[1] ^= 255
+    assert all(a != b for a, b in zip(sums(), before, strict=True))
 
 
 @pytest.mark.parametrize(

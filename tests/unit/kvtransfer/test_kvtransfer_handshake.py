@@ -42,10 +42,10 @@ def test_version_is_looked_at_before_anything_else() -> None:
 
 
 def test_layout_is_looked_at_before_memory() -> None:
-    other = replace(LAYOUT, dtype="bfloat16", head_dim=128)
+    other = replace(LAYOUT, kind="mla", head_dim=128)
     rank = replace(offer().ranks[0], layout=other, num_bytes=0)
     theirs = offer(layout_hash=other.compat_hash, ranks=(rank,))
-    with pytest.raises(LayoutMismatchError, match="head_dim: 4 here, 128 there, dtype: float32"):
+    with pytest.raises(LayoutMismatchError, match="head_dim: 4 here, 128 there, kind: mha"):
         check_offer(OURS, theirs)
 
 

@@ -56,7 +56,7 @@ async def test_layout_mismatch_leaves_no_peer() -> None:
     async with transfer_pair() as pair:
         other_layout = replace(LAYOUT, dtype="bfloat16")
         other = TransferEnd("decode-9", 1, pair.fabric, pair.clock, layout=other_layout)
-        with pytest.raises(LayoutMismatchError, match="dtype: float32 here, bfloat16 there"):
+        with pytest.raises(LayoutMismatchError, match="KV in float32 becomes bfloat16 in 0 bytes"):
             await pair.prefill.manager.answer(other.manager.offer())
         assert not pair.prefill.manager.knows(other.ref)
         await other.manager.close()

@@ -164,7 +164,6 @@ def test_blocks_that_hold_tokens() -> None:
         ("num_layers", 3),
         ("num_kv_heads", 2),
         ("head_dim", 8),
-        ("dtype", "bfloat16"),
         ("kind", "mla"),
         ("order", "NHD"),
         ("windows", (4, 0)),
@@ -190,6 +189,24 @@ def test_heads_that_are_dealt_by_another_rule_are_refused() -> None:
         check_plannable(ours, other)
 
 
-def test_both_dtypes_are_named() -> None:
-    with pytest.raises(LayoutMismatchError, match="dtype: float32 here, bfloat16 there"):
-        check_plannable(LAYOUT, replace(LAYOUT, dtype="bfloat16"))
+def test_a_copy_converts_nothing() -> None:
+    other = replace(LAYOUT, dtype="bfloat16")
+    with pytest.raises(LayoutMismatchError, match="KV in float32 here, in bfloat16 there"):
+        plan_copies(Side(LAYOUT, blocks(1)), Side(other, blocks(1)), range(4))
+
+
+def test_scales_lie_behind_the_vectors_of_their_layer_and_go_with_them() -> None:
+    layout = sample(16, num_layers=2, num_kv_heads=2, dtype="int8")
+    half = replace(layout, num_kv_heads=1, total_kv_heads=2, tp_rank=1, tp_size=2)
+    vectors, scales = 16 * layout.head_dim, 16 * 4
+    assert layout.layer_bytes == 4 * vectors + 4 * scales
+    copies = plan_copies(Side(layout, blocks(1)), Side(half, blocks(0)), range(16))
+    base = layout.block_bytes
+    assert list(copies)[:4] == [
+        CopyOp(base + vectors, 0, vectors),
+        CopyOp(base + 3 * vectors, vectors, vectors),
+        CopyOp(base + 4 * vectors + scales, 2 * vectors, scales),
+        CopyOp(base + 4 * vectors + 3 * scales, 2 * vectors + scales, scales),
+    ]
+    whole = plan_copies(Side(layout, blocks(1)), Side(layout, blocks(2)), range(16))
+    assert list(whole) == [CopyOp(base, 2 * base, base)]

@@ -9,6 +9,7 @@ import pytest
 from isthmus.common.cluster import Role
 from isthmus.common.hashing import block_hashes, root_hash
 from isthmus.common.types import LocalPrefillReason
+from isthmus.router.admission import FilterReason
 from tests.support.router_cluster import LAYOUT, Cluster, make_query
 
 
@@ -43,3 +44,55 @@ def test_each_instance_is_credited_in_blocks_of_its_own_size() -> None:
     decision = cluster.router.route(query)
     assert decision.local_reason is LocalPrefillReason.PREFIX_CACHED
     assert decision.cached_tokens == 288
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "is_pair"),
+    [
+        ("bfloat16", "int8", True),
+        ("float32", "bfloat16", True),
+        ("int8", "int8", True),
+        ("int8", "bfloat16", False),
+        ("bfloat16", "float32", False),
+    ],
+)
+def test_kv_goes_where_it_can_be_kept_or_becomes_smaller(
+    source: str, target: str, is_pair: bool
+) -> None:
+    cluster = Cluster(0, 0)
+    cluster.join("p0", Role.PREFILL, kv_layout=replace(LAYOUT, dtype=source))
+    cluster.join("d0", Role.DECODE, kv_layout=replace(LAYOUT, dtype=target))
+    decision = cluster.router.route(make_query())
+    snapshot = cluster.router.snapshot()
+    assert snapshot.is_disaggregated is is_pair
+    problems = [instance.problem for instance in snapshot.instances]
+    if is_pair:
+        assert decision.prefill is not None
+        assert problems == ["", ""]
+        return
+    assert decision.local_reason is not LocalPrefillReason.NONE
+    record = cluster.router.log.get(decision.decision_id)
+    assert record is not None
+    assert record.filtered == {"p0": FilterReason.INCOMPATIBLE}
+    for problem in problems:
+        assert f"KV in {source} cannot be sent to a store in {target}" in problem
+
+
+def test_each_decode_instance_gets_kv_from_those_that_can_feed_it() -> None:
+    cluster = Cluster(0, 0)
+    cluster.join("wide", Role.PREFILL, kv_layout=replace(LAYOUT, dtype="bfloat16"))
+    cluster.join("narrow", Role.PREFILL, kv_layout=replace(LAYOUT, dtype="int8"))
+    cluster.join("d0", Role.DECODE, kv_layout=replace(LAYOUT, dtype="bfloat16"))
+    for number in range(4):
+        decision = cluster.router.route(make_query(name=f"r{number}"))
+        assert decision.prefill is not None
+        assert decision.prefill.instance_id == "wide"
+    cluster.join("d1", Role.DECODE, kv_layout=replace(LAYOUT, dtype="int8"))
+    chosen = set()
+    for number in range(24):
+        decision = cluster.router.route(make_query(name=f"s{number}"))
+        assert decision.prefill is not None
+        chosen.add((decision.prefill.instance_id, decision.decode.instance_id))
+    assert ("narrow", "d0") not in chosen
+    assert {"wide", "narrow"} == {prefill for prefill, _ in chosen}
+    assert [instance.problem for instance in cluster.router.snapshot().instances] == [""] * 4
