@@ -154,6 +154,13 @@ class TransferConfig(Node):
         "no token is out, or compute it on the decode instance at once (which is also what "
         "follows when the other fails, or there is none)",
     )
+    fetch_min_tokens: int = Field(
+        64,
+        ge=0,
+        description="a prefill instance asks the decode instance for KV of a prompt's first tokens "
+        "when that saves it computing so many of them (a conversation's last answer, say); "
+        "0 = never",
+    )
     layers_per_push: int = Field(
         0,
         ge=0,

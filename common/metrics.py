@@ -212,6 +212,16 @@ NOTIFICATIONS_IGNORED = Counter(
     "Notifications of a peer that changed nothing, by reason",
     ["role", "instance", "reason"],
 )
+PREFIX_FETCHES = Counter(
+    "isthmus_prefix_fetches",
+    "Times that KV of a prompt's first tokens was asked of the decode instance",
+    ["role", "instance", "result"],
+)
+PREFIX_FETCHED_TOKENS = Counter(
+    "isthmus_prefix_fetched_tokens",
+    "Prompt tokens that were fetched from decode instances instead of being computed",
+    ["role", "instance"],
+)
 HOLD_EXPIRED = Counter("isthmus_kv_hold_expired", "Holds that ran out", ["role", "instance"])
 ABORTED = Counter("isthmus_aborted", "Sequences aborted in the engine", ["role", "instance"])
 INSTANCE_UP = Gauge("isthmus_instance_up", "1 while ready", ["role", "instance", "epoch"])

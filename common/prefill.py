@@ -2,8 +2,8 @@
 
 ::
 
-    Accepted ─ ChunkSent … ─ FirstToken ─ ChunkSent … ─ Finished
-        └───────────┴─────────────┴──────────┴───────── Failed
+    (PrefixWanted ─) Accepted ─ ChunkSent … ─ FirstToken ─ ChunkSent … ─ Finished
+          └──────────────┴───────────┴─────────────┴──────────┴───────── Failed
 """
 
 from __future__ import annotations
@@ -12,7 +12,16 @@ from dataclasses import dataclass, field
 
 from isthmus.common.errors import IsthmusError
 from isthmus.common.timeline import Timeline
+from isthmus.common.transfer import TransferTicket
 from isthmus.common.types import FinishReason, TokenLogprob
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillPrefixWanted:
+    """The prefill instance asks for KV of the prompt's first tokens, which the decode instance has
+    and it has not: by the ticket the decode instance is the source. Comes first, if at all."""
+
+    ticket: TransferTicket
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,5 +65,10 @@ class PrefillFailed:
 
 
 PrefillUpdate = (
-    PrefillAccepted | PrefillChunkSent | PrefillFirstToken | PrefillFinished | PrefillFailed
+    PrefillPrefixWanted
+    | PrefillAccepted
+    | PrefillChunkSent
+    | PrefillFirstToken
+    | PrefillFinished
+    | PrefillFailed
 )

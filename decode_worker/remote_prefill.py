@@ -31,12 +31,14 @@ from isthmus.common.prefill import (
     PrefillFailed,
     PrefillFinished,
     PrefillFirstToken,
+    PrefillPrefixWanted,
     PrefillUpdate,
 )
 from isthmus.common.timeline import Timeline
 from isthmus.common.transfer import TransferTicket
 from isthmus.common.types import InstanceRef, Request
 from isthmus.decode_worker.prefill_client import PrefillClient, lost
+from isthmus.decode_worker.prefix_give import PrefixGive
 from isthmus.decode_worker.reservations import Reservations
 from isthmus.engine.types import Reservation
 from isthmus.kvtransfer.receive_session import ReceiveSession
@@ -62,6 +64,7 @@ class RemotePrefill:
         self._source = source
         self._timeline = timeline
         self._session: ReceiveSession | None = None
+        self._prefix: PrefixGive | None = None
         self._first: asyncio.Future[PrefillFirstToken] = asyncio.get_running_loop().create_future()
 
     @property
@@ -81,6 +84,7 @@ class RemotePrefill:
         try:
             await self._client.ensure_handshake(self._source)
             ticket = self._ticket(reservation)
+            self._prefix = PrefixGive(self._runtime.transfers, reservation)
             session = self._session = self._runtime.transfers.open_receive(ticket)
             # It ends with the stream, also after this attempt: its last word is of use then, too.
             self._client.spawn(self._read(session), f"prefill {self._request.request_id}")
@@ -89,6 +93,8 @@ class RemotePrefill:
             on_first_token(first)
             if first.finish_reason is None:
                 await session.wait_complete()
+                # A prompt that was computed waits for no prefix: what is not sent yet need not be.
+                self._prefix.stop()
                 is_admitted = True
             return is_admitted
         finally:
@@ -143,16 +149,16 @@ class RemotePrefill:
     def _on_update(self, session: ReceiveSession, update: PrefillUpdate) -> bool:
         """True for the last update of a stream."""
         match update:
+            case PrefillPrefixWanted():
+                self._give_prefix(session, update.ticket)
+                return False
             case PrefillAccepted():
                 return False
             case PrefillChunkSent():
                 session.announced(update.num_tokens)
                 return False
             case PrefillFirstToken():
-                if update.finish_reason is None:
-                    session.announced(session.ticket.num_tokens)
-                if not self._first.done():
-                    self._first.set_result(update)
+                self._on_first_token(session, update)
                 return False
             case PrefillFinished():
                 self._on_finished(session, update)
@@ -163,6 +169,16 @@ class RemotePrefill:
                     session.peer_quiesced()
                 self._fail(session, update.error)
                 return True
+
+    def _give_prefix(self, session: ReceiveSession, ticket: TransferTicket) -> None:
+        if self._prefix is not None and session.is_open:
+            self._prefix.give(ticket)
+
+    def _on_first_token(self, session: ReceiveSession, update: PrefillFirstToken) -> None:
+        if update.finish_reason is None:
+            session.announced(session.ticket.num_tokens)
+        if not self._first.done():
+            self._first.set_result(update)
 
     def _on_finished(self, session: ReceiveSession, update: PrefillFinished) -> None:
         if session.error is None:  # else the request goes on without what was sent here
@@ -181,6 +197,22 @@ class RemotePrefill:
     # --- the end ---------------------------------------------------------------------------------
 
     def _retire(self, reservation: Reservation) -> None:
+        if self._prefix is not None and not self._prefix.is_quiet:
+            if self._session is not None:
+                self._session.cancel()
+            self._client.spawn(
+                self._retire_when_quiet(self._prefix, reservation),
+                f"give {reservation.request_id}",
+            )
+        else:
+            self._give_back(reservation)
+
+    async def _retire_when_quiet(self, prefix: PrefixGive, reservation: Reservation) -> None:
+        """A peer must never be sent what a reused block holds by then."""
+        await prefix.end()
+        self._give_back(reservation)
+
+    def _give_back(self, reservation: Reservation) -> None:
         if self._session is None:
             self._reservations.give_back(reservation)
         else:

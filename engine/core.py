@@ -31,7 +31,7 @@ from isthmus.common.ids import BlockHash, BlockId, RequestId
 from isthmus.common.kv_events import KvEvent
 from isthmus.common.types import FinishReason, Request, TokenLogprob
 from isthmus.engine.admission import check_request
-from isthmus.engine.block_table import TableState
+from isthmus.engine.block_table import BlockTable, TableState
 from isthmus.engine.flight import Flight, FlightState
 from isthmus.engine.kv_manager import KvCacheManager
 from isthmus.engine.kv_store import KvStore, count_blocks, is_shared, layout_of
@@ -153,13 +153,7 @@ class EngineCore:
                     retry_after_ms=max(1, round(self._step_ms)),
                 )
             self._owners.add_reservation(request.request_id, table)
-            num_cached = table.num_cached_blocks
-            return Reservation(
-                request_id=request.request_id,
-                num_cached_tokens=num_cached * self._kv.block_size,
-                cached_block_ids=tuple(table.block_ids[:num_cached]),
-                block_ids=tuple(table.block_ids[num_cached:]),
-            )
+            return self._reservation(request.request_id, table)
 
     def admit_with_kv(self, reservation: Reservation, request: Request, first_token: int) -> None:
         """Goes on decoding after ``first_token``, which was delivered already and did not end the
@@ -178,6 +172,52 @@ class EngineCore:
             unmoved = self.kv_layout.unmoved_tokens(len(request.token_ids))
             self._owners.admit_reservation(sequence, unmoved)
             self._wake()
+
+    def reserve_prefix(
+        self, request: Request, num_tokens: int, least_missing: int
+    ) -> Reservation | None:
+        """Sets blocks aside for the first ``num_tokens`` tokens of a prompt, a multiple of the
+        block size, whose KV a peer has. None when fewer than ``least_missing`` of them are not in
+        the prefix cache here, or there is no room for them *now*.
+
+        Raises what ``reserve`` raises but OutOfBlocksError."""
+        check_request(request, self.max_model_len, self.spec.vocab_size)
+        hashes = self._hash_blocks(request)[: num_tokens // self._kv.block_size]
+        if not hashes:
+            return None
+        with self._lock:
+            self._owners.check_is_new(request.request_id)
+            num_cached = self._kv.num_cached_blocks(hashes) * self._kv.block_size
+            if num_tokens - num_cached < least_missing:
+                return None
+            table = self._kv.try_allocate(
+                num_tokens,
+                hashes,
+                state=TableState.RESERVED,
+                keep_free=self._scheduler.num_wanted_blocks(),
+            )
+            if table is None:
+                return None
+            self._owners.add_reservation(request.request_id, table)
+            return self._reservation(request.request_id, table)
+
+    def publish_reservation(self, reservation: Reservation, request: Request) -> None:
+        """The reserved blocks, all full, hold KV of the request's first tokens: they enter the
+        prefix cache, where this request or another finds them. InternalError if unknown."""
+        num_blocks = len(reservation.cached_block_ids) + len(reservation.block_ids)
+        hashes = self._hash_blocks(request)[:num_blocks]
+        with self._lock:
+            self._owners.publish_reservation(reservation.request_id, hashes)
+            self._wake()
+
+    def _reservation(self, request_id: RequestId, table: BlockTable) -> Reservation:
+        num_cached = table.num_cached_blocks
+        return Reservation(
+            request_id=request_id,
+            num_cached_tokens=num_cached * self._kv.block_size,
+            cached_block_ids=tuple(table.block_ids[:num_cached]),
+            block_ids=tuple(table.block_ids[num_cached:]),
+        )
 
     def cancel_reservation(self, reservation: Reservation, quarantine: bool) -> None:
         """Gives the blocks back or, with ``quarantine``, keeps those a peer may still write to out

@@ -79,6 +79,10 @@ class KvCacheManager:
         self._tables[state].add(table)
         return table
 
+    def num_cached_blocks(self, hashes: Sequence[BlockHash]) -> int:
+        """How many of these blocks, from the first on, are in the prefix cache."""
+        return len(self._pool.find_prefix(hashes, len(hashes)))
+
     def try_grow(self, table: BlockTable, num_tokens: int) -> bool:
         """Appends blocks until ``num_tokens`` tokens fit. Not bound by the watermark."""
         missing = self.blocks_for(num_tokens) - len(table)

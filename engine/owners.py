@@ -5,6 +5,7 @@
     reserve ─▶ reserved ─┬─ admit ─▶ sequences ─┬─ hold ─▶ held ─▶ (pool)
                          │  add ──▶  (no blocks │
                          │            at first) └─ finish ───────▶ (pool)
+                         ├─ publish ────────────────────────────▶ (pool, cached)
                          ├─ cancel ─────────────────────────────▶ (pool)
                          └─ quarantine ─▶ quarantined ──────────▶ (pool)
 
@@ -21,7 +22,7 @@ from collections.abc import Iterable, Iterator
 
 from isthmus.common.clock import Clock
 from isthmus.common.errors import InternalError
-from isthmus.common.ids import BlockId, RequestId
+from isthmus.common.ids import BlockHash, BlockId, RequestId
 from isthmus.common.types import FinishReason
 from isthmus.engine.block_table import BlockTable, TableState
 from isthmus.engine.kv_manager import KvCacheManager
@@ -129,6 +130,16 @@ class BlockOwners:
         sequence.num_cached_tokens = table.num_cached_blocks * self._kv.block_size
         self._sequences[sequence.request_id] = sequence
         self._scheduler.add_with_kv(sequence)
+
+    def publish_reservation(self, request_id: RequestId, hashes: list[BlockHash]) -> None:
+        """The reserved blocks, by now filled, enter the prefix cache under ``hashes`` and belong to
+        nobody else. InternalError if unknown."""
+        table = self._reserved.pop(request_id, None)
+        if table is None:
+            raise InternalError(f"request {request_id} has no reservation here", stage="fetch")
+        self._kv.move(table, TableState.USED)
+        self._kv.publish(table, hashes, len(hashes))
+        self._kv.free(table)
 
     def cancel_reservation(self, request_id: RequestId, quarantine: bool) -> None:
         """Does nothing when there is no such reservation."""

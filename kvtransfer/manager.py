@@ -144,6 +144,11 @@ class TransferManager:
         """What KV goes over, for each peer of now."""
         return self._peers.connectors()
 
+    def layout_of(self, ref: InstanceRef) -> KvLayout | None:
+        """Of the peer's first rank, after a handshake with exactly this epoch."""
+        peer = self._peers.find(ref)
+        return peer.ranks[0].layout if peer is not None else None
+
     async def forget(self, instance_id: InstanceId, *, is_gone: bool = False) -> None:
         """A peer was lost: its sessions fail with InstanceLostError and the connector drops it.
 

@@ -21,12 +21,13 @@ from isthmus.common.errors import (
 )
 from isthmus.common.ids import RequestId, TransferId
 from isthmus.common.logging import get_logger
-from isthmus.common.prefill import PrefillFailed, PrefillUpdate
+from isthmus.common.prefill import PrefillFailed, PrefillPrefixWanted, PrefillUpdate
 from isthmus.common.transfer import TransferTicket
 from isthmus.common.types import Request
 from isthmus.engine.admission import check_request
 from isthmus.engine.types import SequenceMode, StepLaunch, StepOutput
 from isthmus.prefill_worker.call import PrefillCall
+from isthmus.prefill_worker.prefix_fetch import PrefixFetches
 from isthmus.worker.load_reporter import OutsideLoad
 from isthmus.worker.role import WorkerRuntime
 
@@ -62,6 +63,7 @@ class PrefillWorker:
         # without a proof that nothing of them can land any more.
         self._refused = _Recent()
         self._unquiet = _Recent()
+        self._fetches = PrefixFetches(runtime)
         self._sweeper: asyncio.Task[None] | None = None
 
     # --- one call --------------------------------------------------------------------------------
@@ -74,6 +76,14 @@ class PrefillWorker:
         Closing the iterator cancels the work at the next chunk.
         """
         try:
+            self._check(request, ticket)
+            fetch = self._fetches.begin(request, ticket)
+            if fetch is not None:
+                try:
+                    yield PrefillPrefixWanted(fetch.ticket)
+                    await fetch.wait()
+                finally:
+                    fetch.close()
             call = self._admit(request, ticket)
         except IsthmusError as error:
             yield PrefillFailed(error, quiesced=True)
@@ -94,11 +104,15 @@ class PrefillWorker:
             call.cancel("the decode instance ended the call")
             self._settle(call)
 
-    def _admit(self, request: Request, ticket: TransferTicket) -> PrefillCall:
+    def _check(self, request: Request, ticket: TransferTicket) -> None:
         runtime = self._runtime
         runtime.lifecycle.check_accepting()
         check_request(request, runtime.engine.max_model_len, runtime.engine.spec.vocab_size)
         self._check_ticket(request, ticket)
+
+    def _admit(self, request: Request, ticket: TransferTicket) -> PrefillCall:
+        runtime = self._runtime
+        self._check(request, ticket)  # again: a prefix may have been waited for
         session = runtime.transfers.open_send(ticket)
         call = PrefillCall(
             request,
@@ -231,3 +245,4 @@ class PrefillWorker:
         settling = {self._settle(call) for call in self._calls.values()}
         if settling:
             await asyncio.wait(settling, timeout=_CLOSE_TIMEOUT_S)
+        await self._fetches.close(_CLOSE_TIMEOUT_S)

@@ -9,6 +9,7 @@ from isthmus.common.prefill import (
     PrefillFailed,
     PrefillFinished,
     PrefillFirstToken,
+    PrefillPrefixWanted,
     PrefillUpdate,
 )
 from isthmus.protos.convert import (
@@ -18,6 +19,8 @@ from isthmus.protos.convert import (
     finish_reason_to_pb,
     logprob_from_pb,
     logprob_to_pb,
+    ticket_from_pb,
+    ticket_to_pb,
     timeline_from_pb,
     timeline_to_pb,
 )
@@ -26,6 +29,10 @@ from isthmus.protos.v1 import prefill_pb2 as pb
 
 def update_to_pb(update: PrefillUpdate) -> pb.PrefillResponse:
     match update:
+        case PrefillPrefixWanted():
+            return pb.PrefillResponse(
+                prefix_wanted=pb.PrefillPrefixWanted(ticket=ticket_to_pb(update.ticket))
+            )
         case PrefillAccepted():
             return pb.PrefillResponse(
                 accepted=pb.PrefillAccepted(num_cached_tokens=update.num_cached_tokens)
@@ -64,6 +71,8 @@ def _first_token_to_pb(update: PrefillFirstToken) -> pb.PrefillFirstToken:
 def update_from_pb(message: pb.PrefillResponse) -> PrefillUpdate:
     """Raises InternalError for a kind that a newer peer may have added."""
     match message.WhichOneof("update"):
+        case "prefix_wanted":
+            return PrefillPrefixWanted(ticket_from_pb(message.prefix_wanted.ticket))
         case "accepted":
             return PrefillAccepted(message.accepted.num_cached_tokens)
         case "chunk_sent":

@@ -46,6 +46,8 @@ _EXPORTED = (
     metrics.CANARY_MISMATCH,
     metrics.CANARY_TOKENS,
     metrics.NOTIFICATIONS_IGNORED,
+    metrics.PREFIX_FETCHES,
+    metrics.PREFIX_FETCHED_TOKENS,
     metrics.HOLD_EXPIRED,
     metrics.ABORTED,
     metrics.INSTANCE_UP,
@@ -117,6 +119,13 @@ class InstanceMetrics:
 
     def hold_expired(self) -> None:
         self._expired.inc()
+
+    def prefix_fetched(self, num_tokens: int) -> None:
+        metrics.PREFIX_FETCHES.labels(*self._labels, "arrived").inc()
+        metrics.PREFIX_FETCHED_TOKENS.labels(*self._labels).inc(num_tokens)
+
+    def prefix_given_up(self) -> None:
+        metrics.PREFIX_FETCHES.labels(*self._labels, "given_up").inc()
 
     def prefill_failed(self, policy: str, remedy: str, reason: str) -> None:
         """``policy``: what the request's class asks for; ``remedy``: what was done; ``reason``: the

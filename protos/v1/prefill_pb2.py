@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from isthmus.protos.v1 import common_pb2 as isthmus_dot_protos_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fisthmus/protos/v1/prefill.proto\x12\x11isthmus.protos.v1\x1a\x1eisthmus/protos/v1/common.proto\"3\n\x0c\x41\x62ortRequest\x12\x13\n\x0btransfer_id\x18\x01 \x01(\x0c\x12\x0e\n\x06reason\x18\x02 \x01(\t\"!\n\rAbortResponse\x12\x10\n\x08quiesced\x18\x01 \x01(\x08\"p\n\x0ePrefillRequest\x12+\n\x07request\x18\x01 \x01(\x0b\x32\x1a.isthmus.protos.v1.Request\x12\x31\n\x06ticket\x18\x02 \x01(\x0b\x32!.isthmus.protos.v1.TransferTicket\",\n\x0fPrefillAccepted\x12\x19\n\x11num_cached_tokens\x18\x01 \x01(\r\"5\n\x10PrefillChunkSent\x12\r\n\x05\x63hunk\x18\x01 \x01(\r\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\"\xa4\x02\n\x11PrefillFirstToken\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x35\n\x07logprob\x18\x02 \x01(\x0b\x32\x1f.isthmus.protos.v1.TokenLogprobH\x00\x88\x01\x01\x12\x38\n\x0fprompt_logprobs\x18\x03 \x03(\x0b\x32\x1f.isthmus.protos.v1.TokenLogprob\x12\x19\n\x11num_cached_tokens\x18\x04 \x01(\r\x12\x36\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x1f.isthmus.protos.v1.FinishReason\x12-\n\x08timeline\x18\x06 \x01(\x0b\x32\x1b.isthmus.protos.v1.TimelineB\n\n\x08_logprob\"h\n\x0fPrefillFinished\x12\x12\n\nnum_chunks\x18\x01 \x01(\r\x12\x12\n\nbytes_sent\x18\x02 \x01(\x04\x12-\n\x08timeline\x18\x03 \x01(\x0b\x32\x1b.isthmus.protos.v1.Timeline\"P\n\rPrefillFailed\x12-\n\x05\x65rror\x18\x01 \x01(\x0b\x32\x1e.isthmus.protos.v1.ErrorDetail\x12\x10\n\x08quiesced\x18\x02 \x01(\x08\"\xb7\x02\n\x0fPrefillResponse\x12\x36\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\".isthmus.protos.v1.PrefillAcceptedH\x00\x12\x39\n\nchunk_sent\x18\x02 \x01(\x0b\x32#.isthmus.protos.v1.PrefillChunkSentH\x00\x12;\n\x0b\x66irst_token\x18\x03 \x01(\x0b\x32$.isthmus.protos.v1.PrefillFirstTokenH\x00\x12\x36\n\x08\x66inished\x18\x04 \x01(\x0b\x32\".isthmus.protos.v1.PrefillFinishedH\x00\x12\x32\n\x06\x66\x61iled\x18\x05 \x01(\x0b\x32 .isthmus.protos.v1.PrefillFailedH\x00\x42\x08\n\x06update2\xb0\x01\n\x0ePrefillService\x12R\n\x07Prefill\x12!.isthmus.protos.v1.PrefillRequest\x1a\".isthmus.protos.v1.PrefillResponse0\x01\x12J\n\x05\x41\x62ort\x12\x1f.isthmus.protos.v1.AbortRequest\x1a .isthmus.protos.v1.AbortResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fisthmus/protos/v1/prefill.proto\x12\x11isthmus.protos.v1\x1a\x1eisthmus/protos/v1/common.proto\"3\n\x0c\x41\x62ortRequest\x12\x13\n\x0btransfer_id\x18\x01 \x01(\x0c\x12\x0e\n\x06reason\x18\x02 \x01(\t\"!\n\rAbortResponse\x12\x10\n\x08quiesced\x18\x01 \x01(\x08\"p\n\x0ePrefillRequest\x12+\n\x07request\x18\x01 \x01(\x0b\x32\x1a.isthmus.protos.v1.Request\x12\x31\n\x06ticket\x18\x02 \x01(\x0b\x32!.isthmus.protos.v1.TransferTicket\"H\n\x13PrefillPrefixWanted\x12\x31\n\x06ticket\x18\x01 \x01(\x0b\x32!.isthmus.protos.v1.TransferTicket\",\n\x0fPrefillAccepted\x12\x19\n\x11num_cached_tokens\x18\x01 \x01(\r\"5\n\x10PrefillChunkSent\x12\r\n\x05\x63hunk\x18\x01 \x01(\r\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\"\xa4\x02\n\x11PrefillFirstToken\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x35\n\x07logprob\x18\x02 \x01(\x0b\x32\x1f.isthmus.protos.v1.TokenLogprobH\x00\x88\x01\x01\x12\x38\n\x0fprompt_logprobs\x18\x03 \x03(\x0b\x32\x1f.isthmus.protos.v1.TokenLogprob\x12\x19\n\x11num_cached_tokens\x18\x04 \x01(\r\x12\x36\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x1f.isthmus.protos.v1.FinishReason\x12-\n\x08timeline\x18\x06 \x01(\x0b\x32\x1b.isthmus.protos.v1.TimelineB\n\n\x08_logprob\"h\n\x0fPrefillFinished\x12\x12\n\nnum_chunks\x18\x01 \x01(\r\x12\x12\n\nbytes_sent\x18\x02 \x01(\x04\x12-\n\x08timeline\x18\x03 \x01(\x0b\x32\x1b.isthmus.protos.v1.Timeline\"P\n\rPrefillFailed\x12-\n\x05\x65rror\x18\x01 \x01(\x0b\x32\x1e.isthmus.protos.v1.ErrorDetail\x12\x10\n\x08quiesced\x18\x02 \x01(\x08\"\xf8\x02\n\x0fPrefillResponse\x12\x36\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\".isthmus.protos.v1.PrefillAcceptedH\x00\x12\x39\n\nchunk_sent\x18\x02 \x01(\x0b\x32#.isthmus.protos.v1.PrefillChunkSentH\x00\x12;\n\x0b\x66irst_token\x18\x03 \x01(\x0b\x32$.isthmus.protos.v1.PrefillFirstTokenH\x00\x12\x36\n\x08\x66inished\x18\x04 \x01(\x0b\x32\".isthmus.protos.v1.PrefillFinishedH\x00\x12\x32\n\x06\x66\x61iled\x18\x05 \x01(\x0b\x32 .isthmus.protos.v1.PrefillFailedH\x00\x12?\n\rprefix_wanted\x18\x06 \x01(\x0b\x32&.isthmus.protos.v1.PrefillPrefixWantedH\x00\x42\x08\n\x06update2\xb0\x01\n\x0ePrefillService\x12R\n\x07Prefill\x12!.isthmus.protos.v1.PrefillRequest\x1a\".isthmus.protos.v1.PrefillResponse0\x01\x12J\n\x05\x41\x62ort\x12\x1f.isthmus.protos.v1.AbortRequest\x1a .isthmus.protos.v1.AbortResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,18 +38,20 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ABORTRESPONSE']._serialized_end=172
   _globals['_PREFILLREQUEST']._serialized_start=174
   _globals['_PREFILLREQUEST']._serialized_end=286
-  _globals['_PREFILLACCEPTED']._serialized_start=288
-  _globals['_PREFILLACCEPTED']._serialized_end=332
-  _globals['_PREFILLCHUNKSENT']._serialized_start=334
-  _globals['_PREFILLCHUNKSENT']._serialized_end=387
-  _globals['_PREFILLFIRSTTOKEN']._serialized_start=390
-  _globals['_PREFILLFIRSTTOKEN']._serialized_end=682
-  _globals['_PREFILLFINISHED']._serialized_start=684
-  _globals['_PREFILLFINISHED']._serialized_end=788
-  _globals['_PREFILLFAILED']._serialized_start=790
-  _globals['_PREFILLFAILED']._serialized_end=870
-  _globals['_PREFILLRESPONSE']._serialized_start=873
-  _globals['_PREFILLRESPONSE']._serialized_end=1184
-  _globals['_PREFILLSERVICE']._serialized_start=1187
-  _globals['_PREFILLSERVICE']._serialized_end=1363
+  _globals['_PREFILLPREFIXWANTED']._serialized_start=288
+  _globals['_PREFILLPREFIXWANTED']._serialized_end=360
+  _globals['_PREFILLACCEPTED']._serialized_start=362
+  _globals['_PREFILLACCEPTED']._serialized_end=406
+  _globals['_PREFILLCHUNKSENT']._serialized_start=408
+  _globals['_PREFILLCHUNKSENT']._serialized_end=461
+  _globals['_PREFILLFIRSTTOKEN']._serialized_start=464
+  _globals['_PREFILLFIRSTTOKEN']._serialized_end=756
+  _globals['_PREFILLFINISHED']._serialized_start=758
+  _globals['_PREFILLFINISHED']._serialized_end=862
+  _globals['_PREFILLFAILED']._serialized_start=864
+  _globals['_PREFILLFAILED']._serialized_end=944
+  _globals['_PREFILLRESPONSE']._serialized_start=947
+  _globals['_PREFILLRESPONSE']._serialized_end=1323
+  _globals['_PREFILLSERVICE']._serialized_start=1326
+  _globals['_PREFILLSERVICE']._serialized_end=1502
 # @@protoc_insertion_point(module_scope)

@@ -29,6 +29,12 @@ class PrefillRequest(_message.Message):
     ticket: _common_pb2.TransferTicket
     def __init__(self, request: _Optional[_Union[_common_pb2.Request, _Mapping]] = ..., ticket: _Optional[_Union[_common_pb2.TransferTicket, _Mapping]] = ...) -> None: ...
 
+class PrefillPrefixWanted(_message.Message):
+    __slots__ = ("ticket",)
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    ticket: _common_pb2.TransferTicket
+    def __init__(self, ticket: _Optional[_Union[_common_pb2.TransferTicket, _Mapping]] = ...) -> None: ...
+
 class PrefillAccepted(_message.Message):
     __slots__ = ("num_cached_tokens",)
     NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -78,15 +84,17 @@ class PrefillFailed(_message.Message):
     def __init__(self, error: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ..., quiesced: _Optional[bool] = ...) -> None: ...
 
 class PrefillResponse(_message.Message):
-    __slots__ = ("accepted", "chunk_sent", "first_token", "finished", "failed")
+    __slots__ = ("accepted", "chunk_sent", "first_token", "finished", "failed", "prefix_wanted")
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     CHUNK_SENT_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_WANTED_FIELD_NUMBER: _ClassVar[int]
     accepted: PrefillAccepted
     chunk_sent: PrefillChunkSent
     first_token: PrefillFirstToken
     finished: PrefillFinished
     failed: PrefillFailed
-    def __init__(self, accepted: _Optional[_Union[PrefillAccepted, _Mapping]] = ..., chunk_sent: _Optional[_Union[PrefillChunkSent, _Mapping]] = ..., first_token: _Optional[_Union[PrefillFirstToken, _Mapping]] = ..., finished: _Optional[_Union[PrefillFinished, _Mapping]] = ..., failed: _Optional[_Union[PrefillFailed, _Mapping]] = ...) -> None: ...
+    prefix_wanted: PrefillPrefixWanted
+    def __init__(self, accepted: _Optional[_Union[PrefillAccepted, _Mapping]] = ..., chunk_sent: _Optional[_Union[PrefillChunkSent, _Mapping]] = ..., first_token: _Optional[_Union[PrefillFirstToken, _Mapping]] = ..., finished: _Optional[_Union[PrefillFinished, _Mapping]] = ..., failed: _Optional[_Union[PrefillFailed, _Mapping]] = ..., prefix_wanted: _Optional[_Union[PrefillPrefixWanted, _Mapping]] = ...) -> None: ...
