@@ -98,8 +98,9 @@ def show(record: DecisionRecord) -> None:
         f"{escape(tenant)}"
     )
     stdout.print(escape(verdict_of(record)))
-    outcomes = " → ".join(kind.value for kind in record.outcomes) or "not known yet"
-    stdout.print(f"outcome  {outcomes}")
+    if record.error is None:
+        outcomes = " → ".join(kind.value for kind in record.outcomes) or "not known yet"
+        stdout.print(f"outcome  {outcomes}")
     _show_stages(record)
     _show_candidates(record)
     for instance_id, reason in record.filtered.items():

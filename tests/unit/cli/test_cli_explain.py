@@ -69,7 +69,7 @@ def test_a_refusal_is_shown_with_its_reason_and_who_was_left_out(
     text = shown(refused, monkeypatch)
     assert "refused  no_instance (out_of_reach)" in text
     assert "left out d0: suspect" in text
-    assert "not known yet" in text
+    assert "outcome" not in text
 
 
 def test_json_has_predicted_and_measured_beside_each_other(decided: DecisionRecord) -> None:
