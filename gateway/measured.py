@@ -60,13 +60,13 @@ def service_report(exchange: Exchange, now_ns: int) -> dict[str, Any]:
     """The extension of ``usage``: what was promised, what was measured, whether it was kept.
 
     ``queue_ms``: from the request's being ready to be sent to the begin of its computation.
+    ``kv_exposed_ms``: what of moving its KV no compute hid; None where nothing was moved.
     """
     slo, measured = exchange.plan.slo, measure(exchange, now_ns)
     first = exchange.choices[0]
     timeline = Timeline()
     timeline.merge(exchange.timeline)
     timeline.merge(first.timeline)
-    queue_s = timeline.seconds(Event.TOKENISED, Event.SCHEDULED)
     return {
         "slo_class": slo.class_name,
         "target_ttft_ms": slo.ttft_ms,
@@ -75,11 +75,18 @@ def service_report(exchange: Exchange, now_ns: int) -> dict[str, Any]:
         "ttft_ms": _rounded(measured.ttft_ms),
         "tpot_ms": _rounded(measured.tpot_ms),
         "e2e_ms": _rounded(measured.e2e_ms),
-        "queue_ms": None if queue_s is None else round(MS_PER_S * queue_s, 3),
+        "queue_ms": _between(timeline, Event.TOKENISED, Event.SCHEDULED),
+        "kv_exposed_ms": _between(timeline, Event.PREFILLED, Event.KV_READY),
+        "second_token_gap_ms": _between(timeline, Event.FIRST_TOKEN, Event.SECOND_TOKEN),
         "cached_tokens": num_cached_tokens(exchange),
         "admission": first.decision.action.value if first.decision is not None else None,
         "good": judge(slo, measured) is Verdict.GOOD,
     }
+
+
+def _between(timeline: Timeline, start: Event, end: Event) -> float | None:
+    seconds = timeline.seconds(start, end)
+    return None if seconds is None else round(MS_PER_S * seconds, 3)
 
 
 def _rounded(value_ms: float | None) -> float | None:

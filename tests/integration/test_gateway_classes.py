@@ -98,6 +98,7 @@ async def test_the_official_client_is_told_what_was_promised_and_kept(
     assert report["tpot_ms"] >= 0
     assert report["admission"] == "admit"
     assert report["cached_tokens"] == 0
+    assert (report["kv_exposed_ms"], report["second_token_gap_ms"]) == (3.0, 5.0)
     assert report["good"] is True
 
 

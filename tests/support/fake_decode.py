@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 
 import grpc.aio
 
+from isthmus.common.clock import NS_PER_MS
 from isthmus.common.cluster import InstanceInfo, InstanceState, LoadReport, Role
 from isthmus.common.errors import IsthmusError
 from isthmus.common.ids import InstanceId
@@ -31,6 +32,15 @@ from isthmus.protos.v1 import (
 
 BLOCK_SIZE = 4
 MODEL = "tiny"
+
+
+# What a decode instance says of every request, in milliseconds after its arrival.
+LIFE_MS = {
+    Event.PREFILLED: 1,
+    Event.FIRST_TOKEN: 2,
+    Event.KV_READY: 4,
+    Event.SECOND_TOKEN: 7,
+}
 
 
 @dataclass(frozen=True)
@@ -185,7 +195,12 @@ class _DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
                 num_cached_tokens=script.num_cached_tokens,
             ),
             timeline=convert.timeline_to_pb(
-                Timeline({Event.PREFILLED: request.arrival_unix_ns + 1_000_000})
+                Timeline(
+                    {
+                        event: request.arrival_unix_ns + milliseconds * NS_PER_MS
+                        for event, milliseconds in LIFE_MS.items()
+                    }
+                )
             ),
             local_reason=script.local_reason or submit.decision.local_reason,
             transferred_bytes=128,
