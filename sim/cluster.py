@@ -35,6 +35,7 @@ from isthmus.sim.sequence import SimSequence
 from isthmus.sim.spec import MODEL, Batching, InstanceSpec
 
 SimInstance = Instance | PromptsFirstInstance
+TICK_SHARE = 0.02  # of the interval of reports, between two looks at who waits
 START_NS = 1_000_000_000  # not 0: some code takes 0 for "never"
 
 
@@ -85,6 +86,8 @@ class SimCluster:
         self.num_open = 0
         self._num_to_come = 0
         self._tick_ns: int | None = None  # when the router's next tick is planned
+        self._ticked_ns = 0
+        self._tick_gap_ns = round(settings.report_interval_ms * NS_PER_MS * TICK_SHARE)
         self._random = random.Random(settings.seed)
         self._held: list[_Flight] = []
         self._flights: dict[int, _Flight] = {}
@@ -240,14 +243,14 @@ class SimCluster:
 
     # --- the router's waiting line ---------------------------------------------------------------
 
-    def _progress(self, _: object = None) -> None:
-        """Once at this instant, after everything else that happens at it."""
-        self._tick_at(self.queue.now_ns)
+    def _progress(self) -> None:
+        """Once for all that happens until then, as one turn of the gateway's event loop does."""
+        self._tick_at(self._ticked_ns + self._tick_gap_ns)
 
     def _plan_tick(self) -> None:
         next_ns = self.router.next_tick_ns()
         if next_ns is not None:
-            self._tick_at(next_ns)
+            self._tick_at(max(next_ns, self._ticked_ns + self._tick_gap_ns))
 
     def _tick_at(self, when_ns: int) -> None:
         """The earlier of two plans holds."""
@@ -259,7 +262,7 @@ class SimCluster:
     def _tick(self, planned_ns: int) -> None:
         if planned_ns != self._tick_ns:
             return
-        self._tick_ns = None
+        self._tick_ns, self._ticked_ns = None, planned_ns
         for settled in self.router.tick():
             flight = self._flights.get(int(settled.request_id))
             if flight is not None:
