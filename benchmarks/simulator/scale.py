@@ -60,7 +60,8 @@ def scenario_of(
                 "hardware": HARDWARE[kind],
             },
             "block_size": load.block_size,
-            "max_num_batched_tokens": 2_048,
+            # A chunk beside decodes must not take much longer than a token may.
+            "max_num_batched_tokens": 2_048 if role == "prefill" else 512,
             "max_num_seqs": 256,
             "link_gb_per_s": LINK_GB_PER_S[kind],
         }
