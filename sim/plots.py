@@ -72,4 +72,7 @@ def _figure(num_panels: int) -> tuple[Any, Any]:
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
-    return plt.subplots(1, num_panels, figsize=(5 * num_panels, 4), layout="constrained")
+    made: tuple[Any, Any] = plt.subplots(
+        1, num_panels, figsize=(5 * num_panels, 4), layout="constrained"
+    )
+    return made
