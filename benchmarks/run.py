@@ -9,7 +9,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 NAMES = (
     "kernels", "limit", "engine", "pair", "idle", "goodput",
-    "transfer", "router", "overhead", "storm", "identity", "kernel_resources",
+    "router", "overhead", "storm", "identity", "kernel_resources",
     "tensor_parallel", "layerwise", "simulator",
 )  # fmt: skip
 

@@ -23,7 +23,7 @@ from isthmus.common.slo import LabelName, SloConfig, TenantConfig, hash_key
 
 ENV_PREFIX = "ISTHMUS_"
 DTypeName = Literal["auto", "float32", "bfloat16"]
-ConnectorName = Literal["nixl", "shm", "ucx", "collective", "local", "fake"]
+ConnectorName = Literal["nixl", "shm", "collective", "local", "fake"]
 KvDTypeName = Literal["auto", "bfloat16", "float32", "int8", "fp8_e4m3"]
 
 

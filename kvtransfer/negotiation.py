@@ -6,7 +6,6 @@ asking. Both sides read the same two offers and come to the same choice.
     nixl, where both say that devices move the bytes (RDMA, GPU memory)
     shm, on one host
     nixl over what else there is (CMA within a host, TCP)
-    ucx
     collective
     local, fake (offered only where the configuration names them)
 
@@ -34,7 +33,6 @@ _LADDER = (
     _Rung("nixl", lambda ends: all(end.is_direct for end in ends)),
     _Rung("shm"),
     _Rung("nixl"),
-    _Rung("ucx"),
     _Rung("collective"),
     _Rung("local"),
     _Rung("fake"),

@@ -129,7 +129,7 @@ class _Child:
         self._pool = np.frombuffer(mapping, dtype=np.uint8)
         self._pool[:] = np.arange(self._pool.size, dtype=np.uint8) if spec.is_writer else 0
         self._region = MemoryRegion(self._pool.ctypes.data, self._pool.size, fd=self._fd)
-        self._ways = {case.piece_bytes: self._make(case.piece_bytes) for case in spec.cases}
+        self._ways = {size: self._make(size) for size in {c.piece_bytes for c in spec.cases}}
         self._met: set[int] = set()
         self._warm: set[int] = set()
         self._plans = {case: case.plans(spec.pool_bytes) for case in spec.cases}

@@ -15,7 +15,7 @@ from isthmus.kvtransfer.bench.ends import Pair
 from isthmus.kvtransfer.bench.ways import MEMCPY, RAW_NIXL
 
 _TCP = ", tcp"
-_TOLD_APART = frozenset({"nixl", "shm", "ucx", "collective"})
+_TOLD_APART = frozenset({"nixl", "shm", "collective"})
 
 
 @dataclass(slots=True)

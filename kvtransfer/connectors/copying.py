@@ -19,10 +19,6 @@ for _function in (_letting_others_run, _keeping_lock):
 
 def copy_rows(rows: Rows, source_base: int, target_base: int) -> None:
     """``rows`` are those of ``Copies``, whose bounds have been checked."""
-    sources = (rows[:, 0] + source_base).tolist()
-    targets = (rows[:, 1] + target_base).tolist()
-    for source, target, num_bytes in zip(sources, targets, rows[:, 2].tolist(), strict=True):
-        if num_bytes < _KEEP_LOCK_BYTES:
-            _keeping_lock(target, source, num_bytes)
-        else:
-            _letting_others_run(target, source, num_bytes)
+    for source, target, num_bytes in rows.tolist():
+        copy = _keeping_lock if num_bytes < _KEEP_LOCK_BYTES else _letting_others_run
+        copy(target_base + target, source_base + source, num_bytes)

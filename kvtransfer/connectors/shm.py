@@ -161,8 +161,7 @@ class ShmConnector:
             raise TransferError(f"{peer} is not a peer", stage="transfer")
         copies = Copies.of(ops)
         check_bounds(copies, self._region, target.region)
-        target.flush()
-        if target.is_gone:
+        if target.is_gone:  # as far as is known; the memory of a dead peer can be written
             raise TransferError(f"{peer} has ended", stage="transfer")
         copy_rows(copies.rows, self._region.base_address, target.base_address)
         if notification:

@@ -66,12 +66,13 @@ def connect(source: End, target: End) -> Pair:
     )
 
 
+CMA = pytest.param("nixl", marks=pytest.mark.nixl)
 KINDS = [
     "local",
     "fake",
     "shm",
     "collective",
-    pytest.param("nixl", marks=pytest.mark.nixl),
+    CMA,
     pytest.param("nixl-tcp", marks=pytest.mark.nixl),
 ]
 
@@ -279,6 +280,11 @@ class TestPeerChanges:
         finally:
             for each in ends:
                 each.close()
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind is not CMA])
+class TestSeveralEnds:
+    """Not over CMA, which differs from TCP below the connector alone: a process for each end."""
 
     def test_two_peers_at_once_get_each_its_own(self, kind: str) -> None:
         fabric = LocalFabric()

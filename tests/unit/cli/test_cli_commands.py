@@ -15,10 +15,13 @@ from rich.console import Console
 from isthmus.cli import output
 from isthmus.cli.commands import up as up_command
 from isthmus.cli.commands.config import MASK
+from isthmus.cli.commands.status import describe_pairs
 from isthmus.cli.commands.up import banner, overrides
 from isthmus.cli.main import main
+from isthmus.common.cluster import Role
 from isthmus.common.config import ClusterConfig, load_config
 from isthmus.common.errors import ConfigError
+from isthmus.controlplane.client import ClusterStatus, InstanceStatus
 from isthmus.controlplane.progress import ReadyCluster, ReadyInstance
 from isthmus.controlplane.state_file import ClusterState, process_start, write_state
 
@@ -246,3 +249,22 @@ def test_banner_names_a_program_that_the_shell_finds(
     monkeypatch.setattr("sys.executable", str(script.with_name("python")))
     monkeypatch.setattr("shutil.which", lambda _: found)
     assert up_command.program_name() == name
+
+
+def test_status_names_what_kv_goes_over_once_for_each_pair() -> None:
+    def instance(name: str, connectors: dict[str, str]) -> InstanceStatus:
+        return InstanceStatus(name, Role.DECODE, 1, 0, "", None, None, connectors)
+
+    cluster = ClusterStatus(
+        "c",
+        "m",
+        "http://localhost",
+        (
+            instance("decode-0", {"prefill-0": "shm"}),
+            instance("prefill-0", {"decode-0": "shm", "decode-1": "nixl"}),
+        ),
+    )
+    assert describe_pairs(cluster) == [
+        "decode-0 – prefill-0: KV over shm",
+        "decode-1 – prefill-0: KV over nixl",
+    ]

@@ -16,7 +16,7 @@ from tests.support.transfer_pair import LAYOUT
 
 NIXL, RDMA = ConnectorOffer("nixl", b""), ConnectorOffer("nixl", b"", is_direct=True)
 SHM, SHM_ELSEWHERE = ConnectorOffer("shm", b"", "here"), ConnectorOffer("shm", b"", "there")
-UCX, COLLECTIVE = ConnectorOffer("ucx", b""), ConnectorOffer("collective", b"", "cpu")
+COLLECTIVE = ConnectorOffer("collective", b"", "cpu")
 COLLECTIVE_ON_GPU = ConnectorOffer("collective", b"", "cuda")
 
 
@@ -39,8 +39,7 @@ def both_ways(ours: TransferOffer, theirs: TransferOffer) -> str:
         ((RDMA, SHM, COLLECTIVE), (RDMA, SHM, COLLECTIVE), "nixl"),
         ((NIXL, SHM, COLLECTIVE), (RDMA, SHM, COLLECTIVE), "shm"),
         ((NIXL, SHM, COLLECTIVE), (NIXL, SHM_ELSEWHERE, COLLECTIVE), "nixl"),
-        ((NIXL, UCX), (UCX, NIXL), "nixl"),
-        ((UCX, COLLECTIVE), (COLLECTIVE, UCX), "ucx"),
+        ((NIXL, COLLECTIVE), (COLLECTIVE, NIXL), "nixl"),
         ((SHM, COLLECTIVE), (NIXL, SHM_ELSEWHERE, COLLECTIVE), "collective"),
     ],
 )
@@ -51,17 +50,17 @@ def test_best_that_both_can_use_together(
 
 
 def test_order_of_an_offer_does_not_matter() -> None:
-    every = (RDMA, SHM, UCX, COLLECTIVE)
+    every = (RDMA, SHM, COLLECTIVE)
     for ours, theirs in itertools.product(itertools.permutations(every), repeat=2):
         assert negotiate(offer("a", ours), offer("b", theirs)) == "nixl"
 
 
 def test_all_ranks_use_one_connector() -> None:
     """One rank without shared memory, or elsewhere, or without RDMA, decides for all."""
-    full = offer("a", (RDMA, SHM, UCX), (RDMA, SHM, UCX))
+    full = offer("a", *[(RDMA, SHM, COLLECTIVE)] * 2)
     assert both_ways(full, offer("b", (RDMA, SHM), (NIXL, SHM))) == "shm"
     assert both_ways(full, offer("b", (NIXL, SHM), (NIXL, SHM_ELSEWHERE))) == "nixl"
-    assert both_ways(full, offer("b", (NIXL, UCX), (UCX,))) == "ucx"
+    assert both_ways(full, offer("b", (NIXL, COLLECTIVE), (COLLECTIVE,))) == "collective"
 
 
 def test_refusal_names_both_lists_and_what_stands_in_the_way() -> None:
