@@ -52,6 +52,7 @@ class ConnectorDriver:
         self._woken = threading.Event()  # ends the patience of a sweep
         self._inbox: deque[Write] = deque()
         self._unready: list[Write] = []
+        self._computing_pause_s = _SHORTEST_PAUSE_S  # goes on over sweeps that see nothing
         self._lanes: dict[PeerName, Lane] = {}
         self._removed: set[PeerName] = set()
         self.num_open_writes = 0  # submitted and not yet reported as ended
@@ -163,15 +164,22 @@ class ConnectorDriver:
         pause_s = _SHORTEST_PAUSE_S
         while True:
             sweep = self._sweep()
+            if not sweep.is_empty:
+                self._computing_pause_s = _SHORTEST_PAUSE_S
             if not sweep.is_empty or not self._jobs.empty() or time.monotonic() >= give_up_s:
                 return sweep
+            if self._is_computing:
+                pause_s = self._computing_pause_s
+                self._computing_pause_s = min(2 * pause_s, LONGEST_PAUSE_COMPUTING_S)
             if self._woken.wait(pause_s):
                 return self._sweep()
-            is_computing = bool(self._unready) and all(
-                lane.is_empty for lane in self._lanes.values()
-            )
-            longest_s = LONGEST_PAUSE_COMPUTING_S if is_computing else _LONGEST_PAUSE_S
-            pause_s = min(2 * pause_s, longest_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    @property
+    def _is_computing(self) -> bool:
+        """All that is open waits for a step to get on."""
+        lanes = self._lanes.values()
+        return bool(self._unready) and all(lane.is_empty for lane in lanes)
 
     def _sweep(self) -> Sweep:
         sweep = Sweep(self._clock.monotonic_ns())

@@ -52,6 +52,7 @@ from isthmus.kvtransfer.writes import Outcome, Sweep, Write
 
 # How long a sweep may wait for something to happen; resting sessions count time between sweeps.
 _PATIENCE_S = 0.05
+_PATIENCE_SENDING_S = 0.5  # while there is nothing to be received
 _CLOSE_TIMEOUT_S = 5.0
 
 
@@ -429,7 +430,8 @@ class TransferManager:
             if not (port.num_open_writes or self._receives):
                 await kick.wait()
             kick.clear()
-            await self._sweep(rank, _PATIENCE_S)
+            patience_s = _PATIENCE_S if self._receives else _PATIENCE_SENDING_S
+            await self._sweep(rank, patience_s)
 
     def _look(self) -> None:
         """Something may have changed: the pollers look at once."""

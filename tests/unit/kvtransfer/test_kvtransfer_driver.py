@@ -194,6 +194,23 @@ async def test_a_write_waits_for_what_it_is_to_bring_and_holds_up_nobody(
     assert await rig.driver.close(5)
 
 
+async def test_a_step_is_looked_at_ever_more_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also over sweeps that see nothing: else each of six would look some ten times."""
+    rig = Rig(monkeypatch, window=SIZE)
+    looks: list[None] = []
+
+    def is_ready() -> bool:
+        looks.append(None)
+        return False
+
+    unready(rig, is_ready)
+    await rig.driver.sweep()
+    for _ in range(6):
+        await rig.driver.sweep(patience_s=0.05)
+    assert len(looks) <= 40
+    assert await rig.driver.close(5)
+
+
 async def test_what_is_never_computed_is_never_posted(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig(monkeypatch, window=SIZE)
 
