@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from isthmus.engine.kv_store import KvStore, layout_of
 from isthmus.engine.models.decoder import Decoder
 from isthmus.engine.models.types import ForwardBatch
 from isthmus.engine.tp_steps import Follower, LeaderModel
@@ -59,9 +60,9 @@ class LateKernels:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._kernels, name)
 
-    def rope_and_cache(self, *arguments: Any) -> None:
+    def rope_and_cache(self, *arguments: Any, **options: Any) -> None:
         assert self._leader_wrote.acquire(timeout=TIMEOUT_S)
-        self._kernels.rope_and_cache(*arguments)
+        self._kernels.rope_and_cache(*arguments, **options)
 
 
 @pytest.fixture
@@ -74,9 +75,11 @@ def test_marked_layers_are_final_on_a_follower_that_is_late(model: Path) -> None
         leader_part, follower_part = load_ranks(float32_config(model), groups).models
         assert isinstance(leader_part, Decoder)
         assert isinstance(follower_part, Decoder)
-        spec = leader_part.spec
-        shape = (3, NUM_LAYERS, 2, spec.num_kv_heads, NUM_TOKENS, spec.head_dim)
-        here, there = torch.zeros(shape), torch.zeros(shape)
+        stores = [
+            KvStore(layout_of(part.spec, NUM_TOKENS), 3, "cpu")
+            for part in (leader_part, follower_part)
+        ]
+        here, there = (store.tensor for store in stores)
         marks = Marks(there)
         wrote = threading.Semaphore(0)
         follower_part._kernels = LateKernels(follower_part._kernels, wrote)  # type: ignore[assignment]
@@ -87,7 +90,7 @@ def test_marked_layers_are_final_on_a_follower_that_is_late(model: Path) -> None
                 wrote.release()  # only now may the follower go on with this layer
 
         steps: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-        follower = Follower(follower_part, there, "cpu")
+        follower = Follower(follower_part, stores[1], "cpu")
         thread = threading.Thread(target=lambda: follower.run(steps.get()))
         thread.start()
         LeaderModel(leader_part, steps.put, "cpu").forward(chunk(), here, Noted(there))
