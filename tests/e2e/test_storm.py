@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +11,7 @@ from isthmus.common.cluster import Role
 from tests.support.engine_driver import make_prompt
 from tests.support.serving import MODEL, Moved, Oracle, serving, write_serving_model
 from tests.support.storm import StormShape, storm
+from tests.support.storm_cluster import storm_cluster
 from tests.support.tiny_tokenizer import build_tiny_backend
 
 pytestmark = [
@@ -38,37 +39,41 @@ def oracle(model: Path) -> Iterator[Oracle]:
     oracle.close()
 
 
-async def test_a_storm_over_dying_workers_is_accounted_for(
+async def test_a_storm_is_accounted_for_and_no_token_is_wrong(
     model: Path, oracle: Oracle, tmp_path: Path
 ) -> None:
+    """The short form of ``benchmarks/storm.py``."""
     shape = StormShape(
-        num_requests=80,
+        num_requests=100,
         concurrency=8,
+        num_prompts=12,
         vocab=build_tiny_backend().get_vocab_size(),
         longest_stay_s=0.3,
     )
-    router = {"policy": "least_predicted_load", "min_remote_tokens": 32}
-    async with serving(model, oracle, tmp_path, *PAIR, Role.DECODE, router=router) as running:
-        moved = await Moved.mark(running)
-
-        def kill(instance_id: str) -> Callable[[], Awaitable[None]]:
-            return lambda: running.kill(instance_id)
-
+    async with storm_cluster(model, oracle, tmp_path) as cluster:
+        running = cluster.running
+        acts = cluster.schedule(shape.num_requests, num_signals=4, num_cuts=4)
         async with running.supervised():
-            at = {25: kill("prefill-0"), 45: kill("decode-0")}
-            tally = await storm(running.url, MODEL, shape, at)
-            await running.wait_restarts(2)
+            tally = await storm(running.url, MODEL, shape, acts)
+            await cluster.calm()
         assert tally.unexplained == []
         assert tally.total == shape.num_requests
-        assert tally.outcomes["good"] > shape.num_requests * 0.4, tally
-        assert {"cancelled", "bad_input"} <= tally.outcomes.keys()
-        await running.wait_at_rest()
-        assert await moved.by("isthmus_requests_total") <= shape.num_requests
-        assert await moved.by("isthmus_requests_total", outcome="good") >= tally.outcomes["good"]
+        assert tally.outcomes["good"] > shape.num_requests * 0.3, tally.outcomes
+        assert tally.outcomes["bad_input"]
+        assert cluster.done["cut"] == cluster.done["corrupt"] == 2
+        assert cluster.done["SIGKILL"] == cluster.done["SIGSTOP"] == 2
+        await running.wait_at_rest(40)
         after = await running.metrics()
         assert after.get("isthmus_requests_inflight") == 0
         assert after.get("isthmus_router_reservations") == 0
-        for n in range(6):
+        assert not tally.wrong(
+            lambda answer: oracle.tokens(answer.prompt, **answer.sampling(shape.max_tokens))
+        )
+        faults = cluster.faults()
+        assert faults.flipped
+        assert faults.caught <= faults.flipped
+        assert faults.missed == set()
+        for n in range(4):
             running.check(await running.ask(make_prompt(40 + 30 * n, n), max_tokens=8))
         await running.wait_at_rest()
 

@@ -37,7 +37,7 @@ from tests.support.tiny_tokenizer import build_tiny_backend, write_tiny_model
 from tests.support.worker_process import ChildProcess, WorkerCluster, WorkerProcess
 
 MODEL = "tiny"
-START_S = 100.0
+START_S = 200.0
 REQUEST_S = 60.0
 POLL_S = 0.02
 

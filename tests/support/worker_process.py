@@ -33,7 +33,7 @@ MODULES = {
     Role.DECODE: "isthmus.decode_worker.main",
     Role.MIXED: "isthmus.decode_worker.main",
 }
-START_TIMEOUT_S = 100.0
+START_TIMEOUT_S = 200.0
 ENVIRON = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "UCX_MODULES": "^ib"}
 
 
@@ -127,6 +127,7 @@ class WorkerCluster:
         self.config = config
         self.registry = RegistryServer()
         self.registry_address = ""
+        self.gateway_registry = ""  # where the gateway looks, when not there
         self.num_started = 0
         self._started: list[ChildProcess] = []
         self.folder = folder
@@ -177,7 +178,8 @@ class WorkerCluster:
         name = f"gateway.{self.num_started}"
         file = self.folder / f"{name}.json"
         file.write_text(self.config.model_dump_json())
-        argv = ["--config-json", str(file), "--registry", self.registry_address]
+        registry = self.gateway_registry or self.registry_address
+        argv = ["--config-json", str(file), "--registry", registry]
         gateway = ChildProcess("isthmus.gateway.main", argv, self.folder / f"{name}.log", False)
         self._started.append(gateway)
         return gateway
