@@ -149,10 +149,10 @@ class TransferConfig(Node):
     )
     on_failure: Literal["fail", "reprefill", "recompute"] = Field(
         "reprefill",
-        description="when a prompt could not be computed or moved, and the request's class does not "
-        "say: fail the request, try the other prefill instance that the router names, while there "
-        "is time and no token is out, or compute it on the decode instance at once (which is also "
-        "what follows when the other fails, or there is none)",
+        description="when a prompt could not be computed or moved, and the request's class does "
+        "not say: fail the request, try the other prefill instance that the router names, while "
+        "there is time and no token is out, or compute it on the decode instance at once (which is "
+        "also what follows when the other fails, or there is none)",
     )
     fetch_min_tokens: int = Field(
         64,
