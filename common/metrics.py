@@ -116,7 +116,7 @@ QUERIES_HELD = Gauge(
 HOLDS = Counter(
     "isthmus_router_holds",
     "Queries that had to wait, by what was in the way (in_line, prefill_busy, decode_full, ttft, "
-    "tpot, second_token_gap, no_decode_instance)",
+    "tpot, no_decode_instance)",
     ["reason"],
 )
 PREDICTION_COVERAGE = Gauge(

@@ -21,6 +21,7 @@ from isthmus.router.learned_latency import LearnedLatency
 from isthmus.router.pairing import CompatKey, compat_key, fed_keys, pairing_problems
 
 MAX_LOST = 64
+FADES_AFTER_MS, FADE_MS = 5_000.0, 10_000.0
 PROMPT_MEMORY_MS = 4_000.0
 """How long prompts that were computed beside decodes count for what those are held up."""
 
@@ -46,6 +47,7 @@ class InstanceView:
     prefill_factor: float = 1.0  # measured / predicted
     decode_factor: float = 1.0
     last_chosen: int = 0
+    measured_ns: int = 0  # when a request that ran here last told how long it took
     prompt_ms: float = 0.0  # prefill work sent to an instance that decodes, decaying
     prompt_at_ns: int = 0
     problem: str = ""
@@ -72,6 +74,11 @@ class InstanceView:
         age_ms = (now_ns - self.prompt_at_ns) / NS_PER_MS
         self.prompt_ms = self.prompt_ms * exp(-age_ms / PROMPT_MEMORY_MS) + prefill_ms
         self.prompt_at_ns = now_ns
+
+    def faded(self, factor: float, now_ns: int) -> float:
+        """A correction without news fades: who is shunned for it could never show it wrong."""
+        age_ms = (now_ns - self.measured_ns) / NS_PER_MS
+        return 1.0 + (factor - 1.0) * exp(-max(0.0, age_ms - FADES_AFTER_MS) / FADE_MS)
 
     def load_age_ms(self, now_ns: int) -> float:
         return (now_ns - self.load_at_ns) / NS_PER_MS if self.load is not None else float("inf")

@@ -141,6 +141,7 @@ class Feedback:
             # As the model would say it now: its own correction must not be made twice.
             model_ms = view.latency.prefill_ms(made.uncached_tokens, made.cached_tokens)
             predicted_ms = made.ttft_ms * model_ms / max(made.prefill_model_ms, 1e-6)
+            view.measured_ns = now_ns
             self._predictor.observe_ttft(view, predicted_ms, made.prefill_factor, measured_ms)
             self._state.dirty.add(view.instance_id)
         if now_ns >= self._publishes_ns:
@@ -174,6 +175,7 @@ class Feedback:
         )
         decode = self._view(made.decode)
         if decode is not None:
+            decode.measured_ns = now_ns
             self._predictor.observe_tpot(decode, made.tpot_ms, made.decode_factor, outcome.tpot_ms)
 
     def _blame(self, made: OpenDecision | None, failed: InstanceId, now_ns: int) -> None:

@@ -4,7 +4,7 @@ For a query with uncached tokens u after c cached ones, over all instances at on
 
     TTFT = wait + prefill(u, c)            first token from prefill, or from decode for a local one
     TPOT = step(b', K')                    b', K' as they will be at the handoff
-    gap  = exposed transfer + step         second token, at most ``GAP_FACTOR`` · TPOT target
+    gap  = exposed transfer + step         second token, dear beyond ``GAP_FACTOR`` · TPOT target
 
 each as its q-quantile (``quantiles``). Prompts that an instance computes beside its decodes hold
 those up: with the share f of its time that they took lately, TPOT = step / (1 − f). A candidate is
@@ -30,16 +30,16 @@ import numpy as np
 
 from isthmus.common.ids import InstanceId
 from isthmus.common.types import LocalPrefillReason
-from isthmus.router.cluster_view import PROMPT_MEMORY_MS
 from isthmus.router.links import SETUP_MS
 from isthmus.router.policy import Candidate
 from isthmus.router.predictor import DecodeOption, PrefillOption
 from isthmus.router.prices import Prices
-from isthmus.router.quantiles import FLOOR_MS
+from isthmus.router.quantiles import FLOOR_MS, Residuals
 from isthmus.router.table import Bools, DecodeColumns, Floats, PairTable, PromptColumns
 from isthmus.router.types import RouteQuery
 
-GAP_FACTOR = 3.0  # second-token gap, in TPOT targets
+GAP_FACTOR = 3.0  # second-token gap, in TPOT targets …
+GAP_PENALTY = 2.0  # … and what each millisecond beyond counts: how fast a link is may be a guess
 OVERLAP = 0.9  # share of the prefill during which KV already travels
 LOCAL_PENALTY = 1.5  # a decode instance that computes a prompt does nothing else
 BALANCE = 0.1  # what a second of the query's own decoding counts where targets are met anyway
@@ -56,18 +56,19 @@ class Ask:
     """What one query wants of a choice, with what is known beside the query.
 
     ``ttft_ms``: its TTFT target (None = none that can be met), of which ``left_ms`` are left;
-    ``…_ratio``: its quantile of measured / predicted for a remote prefill, a local one, and decode
-    steps. A target that an idle instance meets by prediction is not given up for the quantile:
-    ratios are then cut to what just meets it.
+    ``remote``, ``local``, ``tpot``: how wrong predictions of a remote prefill, a local one and of
+    decode steps are.
     """
 
     output_tokens: int
     ttft_ms: float | None
     left_ms: float
     tpot_ms: float | None
-    remote_ratio: float
-    local_ratio: float
-    tpot_ratio: float
+    quantile: float
+    remote: Residuals
+    local: Residuals
+    tpot: Residuals
+    now_ns: int
     spares_residents: bool = True
     may_explore: bool = False
 
@@ -154,16 +155,22 @@ class GoodputPolicy:
         starts = remote.wait <= table.prefills.ahead
         starts_local = local.wait <= table.local.ahead
         most = _most_ratio(ask.ttft_ms, weighed.floor_ms)
-        may_pair = _within(remote, ask, min(ask.remote_ratio, most)) & starts
+        remote_ratio = ask.remote.within(ask.quantile, most, ask.now_ns)
+        local_ratio = ask.local.within(ask.quantile, most, ask.now_ns)
+        may_pair = _within(remote, ask, remote_ratio)
         may_decode = local.is_usable & ~decode.is_full & decode.is_kept
-        may_local = _within(local, ask, min(ask.local_ratio, most)) & starts_local
+        may_local = _within(local, ask, local_ratio) & starts_local
         may_local &= may_decode & decode.is_kept_local
         pair_costs = pair_costs + np.where(may_pair, 0.0, NEVER)[:, None]
         pair_costs += np.where(may_decode & ~forced_local, 0.0, NEVER)
+        if ask.ttft_ms is not None and pair_costs.size:
+            # With time to wait for whoever is there for it, a local prefill must be worth more.
+            may_local &= local_costs <= pair_costs.min()
+        pair_costs = pair_costs + np.where(starts, 0.0, NEVER)[:, None]
         local_costs = np.where(may_local, local_costs, NEVER)
         chosen = self._best(table, pair_costs, local_costs, ask)
         if chosen is None:
-            weighed.obstacle = _obstacle(may_pair, starts, may_decode, decode, remote, local)
+            weighed.obstacle = _obstacle(starts, may_decode, decode, remote, local)
             return weighed
         weighed.candidates = self._listed(
             table, query, chosen, pair_costs, local_costs, remote, local, decode
@@ -263,11 +270,10 @@ class GoodputPolicy:
         local.prefill = local.prefill + chunks * (step - columns.base)
         share = columns.prompt_share(now_ms)
         tpot = step / (1.0 - np.minimum(share, MAX_SHARE))
-        share = share + local.prefill / PROMPT_MEMORY_MS
-        tpot_local = step / (1.0 - np.minimum(share, MAX_SHARE))
+        tpot_local = tpot + local.prefill / output  # each sequence there bears all of it
         alone = columns.step_ms(np.ones(len(columns.views)), np.full_like(step, num_tokens))
         floor = float(alone.min()) if alone.size else 0.0
-        ratio = min(ask.tpot_ratio, _most_ratio(ask.tpot_ms, floor))
+        ratio = ask.tpot.within(ask.quantile, _most_ratio(ask.tpot_ms, floor), ask.now_ns)
         quantile = _quantile(tpot, ratio)
         needed = num_tokens // columns.block_size + 1 - local.cached // columns.block_size
         is_full = (needed > columns.free_blocks) | (columns.seqs + 1 > columns.max_seqs)
@@ -319,8 +325,8 @@ class GoodputPolicy:
         rest = self._decode_costs(table.decodes, query, ask, prices, decode)
         costs: Floats = own[:, None] + rest + prices.link * exposed
         if ask.tpot_ms is not None:
-            is_late = exposed + decode.quantile > GAP_FACTOR * ask.tpot_ms
-            costs = np.where(is_late, NEVER, costs)
+            late = exposed + decode.quantile - GAP_FACTOR * ask.tpot_ms
+            costs = costs + GAP_PENALTY * np.maximum(late, 0.0)
         return costs
 
     def _local_costs(
@@ -467,12 +473,13 @@ class GoodputPolicy:
         has_pair = remote.is_usable.any() and (local.is_usable & ~forced_local).any()
         best_remote = float(remote_idle.min()) if has_pair else NEVER
         best_local = float(local_idle.min()) if local_idle.size else NEVER
-        work, ratio = min((best_remote, ask.remote_ratio), (best_local, ask.local_ratio))
+        work = min(best_remote, best_local)
+        residuals = ask.remote if best_remote <= best_local else ask.local
         columns = table.prefills if has_pair else table.local
         wait = (remote if has_pair else local).wait - columns.ahead
         usable = remote.is_usable if has_pair else local.is_usable
         ready = float(np.where(usable, wait, NEVER).min()) if usable.size else NEVER
-        ratio = min(ratio, _most_ratio(ask.ttft_ms, work))
+        ratio = residuals.within(ask.quantile, _most_ratio(ask.ttft_ms, work), ask.now_ns)
         return Weighed(
             candidates=[],
             work_ms=work,
@@ -517,7 +524,6 @@ def _option(columns: PromptColumns, prompt: _Prompt, row: int) -> PrefillOption:
 
 
 def _obstacle(
-    may_pair: Bools,
     starts: Bools,
     may_decode: Bools,
     decode: _Decode,
@@ -533,4 +539,4 @@ def _obstacle(
         return "tpot"
     if remote.is_usable.any() and not (starts & remote.is_usable).any():
         return "prefill_busy"
-    return "ttft" if not may_pair.any() else "second_token_gap"
+    return "ttft"

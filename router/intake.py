@@ -31,6 +31,7 @@ from isthmus.router.placement import Look
 from isthmus.router.types import RouteQuery
 from isthmus.router.verdict import Admitted, Held, Rejected, Settled, Verdict
 
+LAST_CHANCE = 0.25  # of the time waited so far, when no more is left
 SPEED_MEMORY_MS = 2_000.0
 PLAN_MS = 10  # between two looks at who must be left out
 MAX_PASSED_OVER = 4  # queries that find no place, before the rest of a line is not asked
@@ -41,7 +42,13 @@ class Places(Protocol):
     """What the cluster offers (``placement``)."""
 
     def look(
-        self, query: RouteQuery, now_ns: int, *, is_on_time: bool = True, is_aged: bool = False
+        self,
+        query: RouteQuery,
+        now_ns: int,
+        *,
+        is_on_time: bool = True,
+        is_aged: bool = False,
+        is_last_chance: bool = False,
     ) -> Look | None: ...
 
     def soonest_start_ms(self, model: str, now_ns: int) -> float: ...
@@ -216,7 +223,11 @@ class Intake:
             is_on_time = held.lane is Lane.ON_TIME
             is_aged = now_ns - held.since_ns >= self._ageing_ns
             look = self._places.look(
-                held.query, now_ns, is_on_time=is_on_time, is_aged=is_aged and not is_on_time
+                held.query,
+                now_ns,
+                is_on_time=is_on_time,
+                is_aged=is_aged and not is_on_time,
+                is_last_chance=_is_last_chance(held, now_ns),
             )
             if look is None:
                 self._give_up(held, None, now_ns, settled)
@@ -270,6 +281,13 @@ class Intake:
         if change_ns is not None:
             next_ns = min(next_ns, max(change_ns, now_ns + NS_PER_MS))
         return next_ns
+
+
+def _is_last_chance(held: HeldQuery, now_ns: int) -> bool:
+    """It has waited for most of the time that it could."""
+    if held.latest_start_ns is None:
+        return False
+    return held.latest_start_ns - now_ns < LAST_CHANCE * (now_ns - held.since_ns)
 
 
 def _infeasible(query: RouteQuery, look: Look) -> InfeasibleSloError:

@@ -27,7 +27,7 @@ class LinkClass(Enum):
     FAR = "far"
 
 
-FIRST_RATES = {LinkClass.NODE: 2e6, LinkClass.FAR: 1e6}  # bytes/ms: modest links
+FIRST_RATES = {LinkClass.NODE: 5e6, LinkClass.FAR: 2e6}  # bytes/ms, until one is measured
 Pair = tuple[InstanceId, InstanceId]
 
 

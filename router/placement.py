@@ -6,7 +6,7 @@ the policy. Decides nothing about waiting: that is ``intake``.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from isthmus.common.clock import NS_PER_MS, Clock
 from isthmus.common.ids import InstanceId
@@ -18,7 +18,7 @@ from isthmus.router.state import RouterState
 from isthmus.router.table import ClusterTable
 from isthmus.router.types import RouteQuery
 
-_OF_DECODE = frozenset({"tpot", "decode_full", "second_token_gap"})
+_OF_DECODE = frozenset({"tpot", "decode_full"})
 
 
 @dataclass(slots=True)
@@ -53,11 +53,13 @@ class Placement:
         *,
         is_on_time: bool = True,
         is_aged: bool = False,
+        is_last_chance: bool = False,
     ) -> Look | None:
         """None when no instance could take it at all.
 
         ``is_on_time`` False: its targets are lost or it has none. ``is_aged``: it has waited so
-        long that it may slow others down.
+        long that it may slow others down. ``is_last_chance``: it is lost otherwise, so that it will
+        more likely than not keep its targets is enough.
         """
         self.refresh(now_ns)
         tables = self._table.of_model(query.model)
@@ -66,6 +68,8 @@ class Placement:
             depths |= self._state.index.match(chain)
         elapsed_ms = self.elapsed_ms(query)
         ask = self._ask(query, elapsed_ms, now_ns, is_on_time=is_on_time, is_aged=is_aged)
+        if is_last_chance:
+            ask = replace(ask, quantile=min(0.5, ask.quantile))
         prices = self._knowledge.prices.current
         now_ms = now_ns / NS_PER_MS
         best: Weighed | None = None
@@ -150,9 +154,11 @@ class Placement:
             ttft_ms=ttft_ms,
             left_ms=NEVER if ttft_ms is None else ttft_ms - elapsed_ms,
             tpot_ms=slo.tpot_ms if keeps_tpot else None,
-            remote_ratio=known.residuals.ratio(Kind.TTFT, bucket, quantile, now_ns),
-            local_ratio=known.residuals.ratio(Kind.LOCAL_TTFT, bucket, quantile, now_ns),
-            tpot_ratio=known.residuals.ratio(Kind.TPOT, bucket, quantile, now_ns),
+            quantile=quantile,
+            remote=known.residuals.of(Kind.TTFT, bucket),
+            local=known.residuals.of(Kind.LOCAL_TTFT, bucket),
+            tpot=known.residuals.of(Kind.TPOT, bucket),
+            now_ns=now_ns,
             spares_residents=not is_aged,
             may_explore=True,
         )

@@ -24,6 +24,7 @@ from isthmus.router.types import RouteQuery
 EXPECTED_OUTPUT_TOKENS = 128  # ô: only right in the mean; a request's own limit caps it
 FACTOR_SMOOTHING = 0.1
 FACTOR_RANGE = (0.2, 5.0)
+MAX_SURPRISE = 1.5  # as which one measurement counts at most
 RATIO_FLOOR_MS = 10.0  # constant overheads must not read as a slow instance when times are tiny
 TRANSFER_SETUP_MS = 2.0
 UNMEASURED_BYTES_PER_MS = 1e6  # 1 GB/s: a modest link; chunks travel while later ones compute
@@ -211,5 +212,6 @@ def transfer_ms(decode: DecodeOption, source: InstanceView | None = None) -> flo
 def _corrected(now: float, then: float, predicted_ms: float, measured_ms: float) -> float:
     """``now`` moved towards the factor that would have made the prediction right."""
     right = then * (measured_ms + RATIO_FLOOR_MS) / (predicted_ms + RATIO_FLOOR_MS)
+    right = min(max(right, now / MAX_SURPRISE), now * MAX_SURPRISE)
     low, high = FACTOR_RANGE
     return now + FACTOR_SMOOTHING * (min(max(right, low), high) - now)

@@ -22,6 +22,8 @@ ENOUGH = 20  # ratios, below which the guess below counts as well
 PRIOR_SPREAD = 0.25  # of the ratio at level 1 above 1, before anything was measured
 FLOOR_MS = 10.0  # constant overheads must not read as large ratios of tiny times
 STEP = 0.02  # of the corrected level
+LEVEL_DOWN, LEVEL_UP = 0.1, 0.6  # how far it may go: late news of many would overshoot
+TOLERANCE = 0.03  # of a quantile that not even an idle instance gives
 MEMORY_NS = 60 * NS_PER_S
 MAX_RATIO = 4.0
 """What nobody is admitted for is not measured either: old ratios are forgotten, and none is taken
@@ -63,7 +65,8 @@ class _Level:
 
     def learn(self, quantile: float, is_hit: bool) -> None:
         self.level += STEP * ((0.0 if is_hit else 1.0) - (1.0 - quantile))
-        self.level = min(max(self.level, quantile - 0.2, 0.0), 1.05)
+        low, high = quantile - LEVEL_DOWN, quantile + LEVEL_UP * (1.0 - quantile)
+        self.level = min(max(self.level, low, 0.0), high)
         if len(self.hits) == COVERAGE_WINDOW:
             self.num_hits -= self.hits[0]
         self.hits.append(is_hit)
@@ -90,6 +93,18 @@ class Residuals:
         value = self._at(wanted)
         share = min(1.0, count / ENOUGH)
         return min(MAX_RATIO, share * value + (1.0 - share) * prior)
+
+    def within(self, quantile: float, most: float, now_ns: int) -> float:
+        """As ``ratio``, but not more than ``most``, which is what an idle instance could bear: if
+        the quantile is beyond it, about what an idle instance would give is all that is asked.
+        Else a few bad times would be a reason to serve nobody."""
+        ratio = self.ratio(quantile, now_ns)
+        if ratio <= most:
+            return ratio
+        if len(self.ordered) < ENOUGH:
+            return most
+        share = bisect_left(self.ordered, most) / len(self.ordered)
+        return min(most, self._at(max(0.0, share - TOLERANCE)))
 
     def observe(self, ratio: float, now_ns: int) -> None:
         if len(self.recent) == WINDOW:
@@ -140,8 +155,11 @@ class ResidualTable:
         return len(self._table)
 
     def ratio(self, kind: Kind, bucket: int, quantile: float, now_ns: int) -> float:
-        found = self._table.get((kind, bucket))
-        return (found if found is not None else _NOTHING).ratio(quantile, now_ns)
+        return self.of(kind, bucket).ratio(quantile, now_ns)
+
+    def of(self, kind: Kind, bucket: int) -> Residuals:
+        """For reading; nothing measured yet is a guess."""
+        return self._table.get((kind, bucket), _NOTHING)
 
     def observe(
         self,

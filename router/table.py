@@ -64,7 +64,8 @@ class PromptColumns:
 
     def refresh(self, row: int, load: PendingLoad, now_ns: int) -> None:
         view = self.views[row]
-        model, factor, report = view.latency, view.prefill_factor, view.load
+        model, report = view.latency, view.load
+        factor = view.faded(view.prefill_factor, now_ns)
         budget = view.info.max_num_batched_tokens
         strange = 0.0
         if load.num_strange and report is not None:
@@ -136,9 +137,10 @@ class DecodeColumns:
             self.prompt_at,  # … then
         ) = self._rows.T
 
-    def refresh(self, row: int, load: PendingLoad) -> None:
+    def refresh(self, row: int, load: PendingLoad, now_ns: int) -> None:
         view = self.views[row]
-        info, model, factor, report = view.info, view.latency, view.decode_factor, view.load
+        info, model, report = view.info, view.latency, view.load
+        factor = view.faded(view.decode_factor, now_ns)
         seqs, context = load.decode_seqs, load.decode_context_tokens
         free_blocks = info.num_blocks - load.decode_blocks
         if report is not None:
@@ -205,7 +207,7 @@ class PairTable:
         else:
             row = self.decode_row[instance_id]
             self.local.refresh(row, load, now_ns)
-            self.decodes.refresh(row, load)
+            self.decodes.refresh(row, load, now_ns)
 
 
 class ClusterTable:
