@@ -72,7 +72,7 @@ class Sequence:
             max_query_len=count,
             max_seq_len=self.length,
         )
-        return self._model.forward(batch, self.store.tensor, self.store.scales)
+        return self._model.forward(batch, self.store.tensor, kv_scales=self.store.scales)
 
 
 def continued(model: LanguageModel, prompt: list[int], num_tokens: int) -> list[int]:
