@@ -108,7 +108,7 @@ class TransferManager:
         Raises HandshakeError, LayoutMismatchError or StaleEpochError; the peer table is then as it
         was before.
         """
-        await self._peers.meet(offer, self._check_feeds)
+        await self._peers.meet(offer, self._check_offer_fed)
         return self._offer
 
     async def complete(self, offer: TransferOffer) -> None:
@@ -116,9 +116,11 @@ class TransferManager:
         does."""
         await self._peers.meet(offer, self._check_fed)
 
-    def _check_feeds(self, offer: TransferOffer) -> None:
-        """Raises LayoutMismatchError when KV of this instance cannot go to the offering one."""
-        target = offer.ranks[0].layout
+    def _check_offer_fed(self, offer: TransferOffer) -> None:
+        self._check_feeds(offer.ranks[0].layout)
+
+    def _check_feeds(self, target: KvLayout) -> None:
+        """Raises LayoutMismatchError when KV of this instance cannot go to such a store."""
         _check_dtypes(self._layouts[0], target)
         if target.dtype != self._layouts[0].dtype:
             for source in self._layouts:
@@ -206,6 +208,7 @@ class TransferManager:
         if ticket.transfer_id in self._sends:
             raise TransferError("this transfer id is in use", stage="transfer")
         self._check_checksum(ticket, peer)
+        self._check_feeds(target.layout)
         routes = peer.routes_from(self._layouts)
         deadline_ns = self._deadline_ns(ticket)
         self._check_in_time(ticket, routes, deadline_ns)

@@ -117,6 +117,8 @@ class PrefixFetches:
         mine = self._runtime.engine.kv_layout
         if not least or theirs is None or theirs.dtype != mine.dtype:
             return None
+        if mine.windows:
+            return None  # a transfer leaves out what no window sees, and a prefix needs it whole
         if request.sampling.prompt_logprobs is not None:
             return None  # every position is computed, whatever is cached
         wanted = self._num_wanted(request, ticket, theirs, mine)
