@@ -121,15 +121,15 @@ async def test_a_transfer_that_stalls_ends_long_before_its_request(script: str) 
 
 
 async def test_waiting_for_a_slow_prefill_is_no_stall() -> None:
-    """A burst queues for many times the patience that a transfer gets."""
-    config = local_config(transfer={"connector": "local", "deadline_ms": 200})
+    """A burst queues for longer than the patience that a transfer gets."""
+    config = local_config(transfer={"connector": "local", "deadline_ms": 2_000})
     async with start_pair(config) as pair:
         model = pair.prefill.model
         model.gate.clear()
         requests = [make_request(make_prompt(24, salt), max_tokens=4) for salt in range(8)]
         answers = [await pair.stream.submit(request, pair.prefill_info) for request in requests]
         await poll_until(lambda: model.num_held == 1)
-        await asyncio.sleep(1.0)  # what is under test is that this time does not count
+        await asyncio.sleep(2.5)  # what is under test is that this time does not count
         model.gate.set()
         for request, answer in zip(requests, answers, strict=True):
             await answer.end()

@@ -49,8 +49,9 @@ async def test_a_class_chooses_what_a_failure_means_to_it() -> None:
 
 
 async def test_the_timeline_is_of_the_attempt_that_counted() -> None:
-    """The first attempt goes on computing while its damage is found; none of its times may stay."""
-    async with start_pair(faulty("0+:flip")) as pair:
+    """The first attempt fails with its first chunk, before there is a token; nothing of its times
+    may stay."""
+    async with start_pair(faulty("0+:refuse")) as pair:
         answer, alternate = await run_with_alternate(pair, "")
         assert answer.finished is not None
         times = answer.timeline
