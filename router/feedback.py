@@ -109,11 +109,11 @@ class Feedback:
             return
         if outcome.kind is OutcomeKind.FINISHED and made is not None:
             self._finished(made, outcome, now_ns)
-        self._end(decision_id)
+        self._end(decision_id, now_ns)
 
     def expire(self, now_ns: int) -> None:
         for reservation in self._state.ledger.expire(now_ns):
-            self._end(reservation.decision_id)
+            self._end(reservation.decision_id, now_ns)
 
     # --- inside ----------------------------------------------------------------------------------
 
@@ -187,8 +187,8 @@ class Feedback:
             view.breaker.failed(now_ns)
             self._state.dirty.add(failed)
 
-    def _end(self, decision_id: DecisionId) -> None:
-        self._state.ledger.end(decision_id)
+    def _end(self, decision_id: DecisionId, now_ns: int) -> None:
+        self._state.ledger.end(decision_id, now_ns)
         made = self._open.pop(decision_id, None)
         for ref in (made.prefill, made.decode) if made is not None else ():
             view = self._view(ref)

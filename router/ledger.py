@@ -130,6 +130,7 @@ class _Legs:
     prompts: dict[DecisionId, Reservation] = field(
         default_factory=dict
     )  # computed here, oldest first
+    forgotten: set[DecisionId] = field(default_factory=set)  # prompts that reports leave out
     limits: dict[float, int] = field(default_factory=dict)  # TPOT limit → decode legs that have it
 
     def __len__(self) -> int:
@@ -138,6 +139,32 @@ class _Legs:
     @property
     def tightest(self) -> float:
         return min(self.limits, default=NO_LIMIT)
+
+    @property
+    def head(self) -> Reservation | None:
+        """The prompt that is computed, if any is."""
+        return next(iter(self.prompts.values()), None)
+
+    def forget_prompts(self, instance_id: InstanceId, num_seqs: int, now_ns: int) -> bool:
+        """A report speaks of ``num_seqs`` sequences. Of the legs that it must contain, as many of
+        the oldest prompts as it leaves out are not there: what became of them was never told. They
+        are no work any more, else everybody would wait for them until they expire. Returns whether
+        there were any."""
+        surely_ns = now_ns - SETTLE_MS * NS_PER_MS
+        head = self.head
+        if head is None or head.made_ns > surely_ns:
+            return False
+        num_sure = len(self.settled)
+        for leg in self.recent.values():
+            since_ns = leg.visible_ns(instance_id)
+            num_sure += since_ns is not None and since_ns <= surely_ns
+        num_gone = num_sure - len(self.forgotten) - num_seqs
+        found = False
+        while num_gone > 0 and head is not None and head.made_ns <= surely_ns:
+            del self.prompts[head.decision_id]
+            self.forgotten.add(head.decision_id)
+            num_gone, head, found = num_gone - 1, self.head, True
+        return found
 
     def add(self, leg: Reservation, *, is_decode: bool, is_prompt: bool) -> None:
         self.recent[leg.decision_id] = leg
@@ -150,6 +177,7 @@ class _Legs:
     def drop(self, leg: Reservation, is_decode: bool) -> bool:
         """False when it was not there (any more)."""
         self.prompts.pop(leg.decision_id, None)
+        self.forgotten.discard(leg.decision_id)
         kinds = (self.recent, self.settled)
         if not any(kind.pop(leg.decision_id, None) is not None for kind in kinds):
             return False
@@ -222,17 +250,22 @@ class Ledger:
             self._drop_leg(reservation.prefill_at, reservation)
         elif (legs := self._by_instance.get(reservation.prefill_at)) is not None:
             legs.prompts.pop(decision_id, None)
+            legs.forgotten.discard(decision_id)
         # Not local, it goes from incoming to visible since now: no earlier report can contain it,
         # so it is pending all the same.
         if reservation.is_local or now_ns <= self._seen.get(reservation.decode_at, _NEVER).at_ns:
             self._forget_sum(reservation.decode_at)
         return reservation
 
-    def end(self, decision_id: DecisionId) -> Reservation | None:
+    def end(self, decision_id: DecisionId, now_ns: int) -> Reservation | None:
         """Frees what is left. None when there was nothing: ending twice is harmless."""
         reservation = self._reservations.pop(decision_id, None)
         if reservation is not None:
             self._move(reservation, ReservationState.ENDED)
+            legs = self._by_instance.get(reservation.prefill_at)
+            if legs is not None and legs.head is reservation:
+                # The next prompt begins now at the earliest: it has not been delayed till here.
+                self._prompt_done_ns[reservation.prefill_at] = now_ns
             for instance_id in {reservation.prefill_at, reservation.decode_at}:
                 self._drop_leg(instance_id, reservation)
         return reservation
@@ -245,12 +278,14 @@ class Ledger:
             if oldest.expires_ns > now_ns:
                 break
             due.append(oldest)
-            self.end(oldest.decision_id)
+            self.end(oldest.decision_id, now_ns)
         return due
 
     def seen(self, instance_id: InstanceId, num_seqs: int, now_ns: int) -> None:
         """A report came that speaks of ``num_seqs`` waiting and running sequences."""
         legs = self._by_instance.get(instance_id)
+        if legs is not None and legs.forget_prompts(instance_id, num_seqs, now_ns):
+            self._prompt_done_ns[instance_id] = now_ns
         num_strange = max(0, num_seqs - (len(legs) if legs is not None else 0))
         self._seen[instance_id] = Seen(now_ns, num_seqs, num_strange)
         self._forget_sum(instance_id)
@@ -275,12 +310,14 @@ class Ledger:
                 for decision_id, reservation in kind.items():
                     assert self._reservations.get(decision_id) is reservation
             assert all(count > 0 for count in legs.limits.values())
-            assert legs.prompts == {
-                name: leg
+            assert legs.forgotten.isdisjoint(legs.prompts)
+            prompts = {
+                name
                 for kind in (legs.settled, legs.recent)
                 for name, leg in kind.items()
                 if leg.prefill_at == instance_id and leg.state is _PREFILLING
             }
+            assert prompts == legs.prompts.keys() | legs.forgotten
             assert sum(legs.limits.values()) == sum(
                 leg.decode_at == instance_id and leg.burden.tpot_limit_ms != NO_LIMIT
                 for kind in (legs.recent, legs.settled)
@@ -368,7 +405,7 @@ class Ledger:
         if recent and num_settled + len(recent) > seen.num_seqs:
             recent.sort()
             hidden += [leg for _, _, leg in recent[max(0, seen.num_seqs - num_settled) :]]
-        head = next(iter(legs.prompts.values()), None)
+        head = legs.head
         done_ns = self._prompt_done_ns.get(instance_id, 0)
         prefills = [leg.burden for leg in hidden if leg.state is _PREFILLING]
         decodes = [leg.burden for leg in hidden if leg.decode_at == instance_id]

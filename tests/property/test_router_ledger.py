@@ -53,9 +53,9 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(pick=st.integers(0, 100))
     def end(self, pick: int) -> None:
         decision = DecisionId(str(pick % (self.count + 1)))
-        assert (self.ledger.end(decision) is not None) == (decision in self.open)
+        assert (self.ledger.end(decision, self.now_ns) is not None) == (decision in self.open)
         self.open.pop(decision, None)
-        assert self.ledger.end(decision) is None
+        assert self.ledger.end(decision, self.now_ns) is None
 
     @rule(instance=st.sampled_from(INSTANCES), num_seqs=st.integers(0, 10))
     def report(self, instance: InstanceId, num_seqs: int) -> None:
@@ -122,7 +122,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         for decision in list(self.open):
-            self.ledger.end(decision)
+            self.ledger.end(decision, self.now_ns)
         assert len(self.ledger) == 0
         for instance in INSTANCES:
             assert replace(self.ledger.pending(instance), num_strange=0) == NOTHING_PENDING
