@@ -11,16 +11,19 @@ from collections.abc import Callable
 
 from isthmus.common.clock import NS_PER_S, Clock
 from isthmus.common.ids import RequestId
+from isthmus.common.logging import get_logger
 from isthmus.common.types import RouteDecision
 from isthmus.router.router import Router
 from isthmus.router.types import Outcome, RouteQuery
-from isthmus.router.verdict import Admitted, Held, Rejected
+from isthmus.router.verdict import Admitted, Held, Rejected, Settled
 
 OnSettled = Callable[[Admitted | Rejected], None]
+_log = get_logger("router")
 
 
 class RouterDriver:
-    """Owns the timer and who waits. Everything runs in the event loop; callbacks must not raise."""
+    """Owns the timer and who waits. Everything runs in the event loop. A callback that raises is
+    logged and harms nobody else who waits."""
 
     def __init__(self, router: Router, clock: Clock) -> None:
         self._router = router
@@ -51,17 +54,21 @@ class RouterDriver:
     async def decide(self, query: RouteQuery) -> RouteDecision:
         """Waits as long as the router lets it. Raises what the router rejects it with."""
         settled: asyncio.Future[Admitted | Rejected] = asyncio.get_running_loop().create_future()
-        self.submit(query, settled.set_result)
+
+        def hear(verdict: Admitted | Rejected) -> None:
+            # Whoever cancels a task cancels what it waits for at once, before the task has run.
+            if settled.done():
+                self._give_back(verdict)
+            else:
+                settled.set_result(verdict)
+
+        self.submit(query, hear)
         try:
             verdict = await settled
         except asyncio.CancelledError:
             self.cancel(query.request_id)
-            if (
-                not settled.cancelled()
-                and settled.done()
-                and isinstance(answer := settled.result(), Admitted)
-            ):
-                self._router.report(answer.decision.decision_id, Outcome.cancelled())
+            if settled.done() and not settled.cancelled():
+                self._give_back(settled.result())
             raise
         if isinstance(verdict, Rejected):
             raise verdict.error
@@ -86,9 +93,14 @@ class RouterDriver:
             for settled in self._router.tick():
                 on_settled = self._waiting.pop(settled.request_id, None)
                 if on_settled is not None:
-                    on_settled(settled.verdict)
+                    _tell(on_settled, settled)
         finally:
             self._arm()
+
+    def _give_back(self, verdict: Admitted | Rejected) -> None:
+        """Nobody is left who would report the outcome."""
+        if isinstance(verdict, Admitted):
+            self._router.report(verdict.decision.decision_id, Outcome.cancelled())
 
     def _arm(self) -> None:
         self._disarm()
@@ -101,3 +113,10 @@ class RouterDriver:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+
+def _tell(on_settled: OnSettled, settled: Settled) -> None:
+    try:
+        on_settled(settled.verdict)
+    except Exception:  # noqa: BLE001  # the others' verdicts are told once, and now
+        _log.exception("a verdict could not be taken in", request_id=settled.request_id)

@@ -130,3 +130,39 @@ async def test_a_decision_that_meets_its_askers_end_is_given_back(router: Holdin
         await wait
     assert router.reported == [("d-a", Outcome.cancelled())]
     driver.close()
+
+
+@pytest.mark.asyncio
+async def test_one_that_leaves_as_the_tick_comes_takes_nothing_from_the_others(
+    router: HoldingRouter,
+) -> None:
+    """Its wait is cancelled at once, before its task has run and taken it out."""
+    driver = driver_of(router)
+    waits = [asyncio.create_task(driver.decide(make_query(name=name))) for name in ("a", "b")]
+    await poll_until(lambda: driver.num_waiting == 2)
+    router.settle("a")
+    router.settle("b")
+    waits[0].cancel()
+    assert (await asyncio.wait_for(waits[1], 20)).decision_id == "d-b"
+    with pytest.raises(asyncio.CancelledError):
+        await waits[0]
+    assert router.reported == [("d-a", Outcome.cancelled())]
+    driver.close()
+
+
+@pytest.mark.asyncio
+async def test_a_callback_that_raises_leaves_the_others_their_verdicts(
+    router: HoldingRouter,
+) -> None:
+    driver = driver_of(router)
+
+    def broken(_: Admitted | Rejected) -> None:
+        raise ValueError("cannot take it in")
+
+    driver.submit(make_query(name="a"), broken)
+    wait = asyncio.create_task(driver.decide(make_query(name="b")))
+    await poll_until(lambda: driver.num_waiting == 2)
+    router.settle("a")
+    router.settle("b")
+    assert (await asyncio.wait_for(wait, 20)).decision_id == "d-b"
+    driver.close()
