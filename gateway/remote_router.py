@@ -22,7 +22,13 @@ from dataclasses import dataclass, replace
 
 from isthmus.common import metrics
 from isthmus.common.clock import NS_PER_S, Clock
-from isthmus.common.errors import DeadlineError, InstanceLostError, IsthmusError, StaleEpochError
+from isthmus.common.errors import (
+    DeadlineError,
+    InstanceLostError,
+    InternalError,
+    IsthmusError,
+    StaleEpochError,
+)
 from isthmus.common.ids import DecisionId, InstanceId, RequestId
 from isthmus.common.logging import RateLimitedLog, get_logger
 from isthmus.common.registry import Registry, leader_key, resume_watch
@@ -44,6 +50,8 @@ _LOST: dict[type[IsthmusError], str] = {
     StaleEpochError: "not_leading",
     DeadlineError: "no_answer",
 }
+_MAYBE_DECIDED = frozenset({"out_of_reach", "no_answer"})
+"""The answer may have been lost on its way, and with it a decision that nobody would report."""
 
 
 @dataclass(eq=False, slots=True)
@@ -144,12 +152,20 @@ class RemoteDecider:
         except IsthmusError as error:
             self._questions.pop(question.query.request_id, None)
             why = _LOST.get(type(error))
+            if why in _MAYBE_DECIDED:
+                link.tell(pb.ReportOutcomeRequest(withdrawn_request_id=question.query.request_id))
             if why is None:
                 question.asker.on_refused(error)
             elif self._link is not link and self._is_led:
                 self._put(question)
             else:
                 self._decide_here(question, why)
+        except Exception as error:  # noqa: BLE001  # its asker waits for an answer
+            _log.exception("a question could not be put", request_id=question.query.request_id)
+            self._questions.pop(question.query.request_id, None)
+            link.tell(pb.ReportOutcomeRequest(withdrawn_request_id=question.query.request_id))
+            text = f"the router's answer could not be read: {error}"
+            question.asker.on_refused(InternalError(text, stage="route"))
         else:
             self._questions.pop(question.query.request_id, None)
             question.asker.on_routed(decision)

@@ -62,6 +62,9 @@ class Feedback:
     def __len__(self) -> int:
         return len(self._open)
 
+    def __contains__(self, decision_id: DecisionId) -> bool:
+        return decision_id in self._open
+
     def opened(
         self,
         decision: RouteDecision,

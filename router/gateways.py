@@ -33,6 +33,7 @@ class OpenDecisions:
 
     def made(self, gateway_id: str, decision_id: DecisionId) -> None:
         gateway = self._gateways.setdefault(gateway_id, _Gateway())
+        _drop_expired(gateway.open, self._router)
         gateway.open[decision_id] = None
         if not gateway.num_streams:
             self._doubt(gateway_id, gateway)
@@ -72,3 +73,9 @@ class OpenDecisions:
             self._router.report(decision_id, Outcome.cancelled())
         if gateway.open:
             _log.warning("gateway gone", gateway=gateway_id, open_decisions=len(gateway.open))
+
+
+def _drop_expired(opened: dict[DecisionId, None], router: Router) -> None:
+    """Decisions expire in the order in which they were made."""
+    while opened and not router.is_open(oldest := next(iter(opened))):
+        del opened[oldest]

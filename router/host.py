@@ -11,8 +11,10 @@ import os
 from contextlib import suppress
 
 from isthmus.common import metrics
+from isthmus.common.backoff import Backoff
 from isthmus.common.clock import Clock
 from isthmus.common.config import ClusterConfig
+from isthmus.common.logging import get_logger
 from isthmus.common.registry import Candidate, Registry, leader_key, routers_prefix
 from isthmus.common.registry.routers import ROUTER, RouterRecord
 from isthmus.common.rpc import bind, create_server, stop_server
@@ -22,6 +24,7 @@ from isthmus.router.router import Router
 from isthmus.router.service import RouterServicer
 
 STOP_GRACE_S = 0.5
+_log = get_logger("router")
 
 
 class RouterHost:
@@ -60,7 +63,7 @@ class RouterHost:
             on_change=self._on_lead,
         )
         self._campaign = asyncio.get_running_loop().create_task(
-            self._candidate.run(), name="router-campaign"
+            _campaign(self._candidate), name="router-campaign"
         )
         return record
 
@@ -81,3 +84,16 @@ class RouterHost:
         await stop_server(self._server, STOP_GRACE_S)
         self.driver.close()
         self._servicer.open.close()
+
+
+async def _campaign(candidate: Candidate) -> None:
+    """A candidacy that breaks is begun anew: one that led must neither lead without a lease nor
+    be lost as a standby."""
+    backoff = Backoff(cap_s=1.0)
+    while True:
+        try:
+            await candidate.run()
+        except Exception:  # noqa: BLE001  # whatever broke it
+            _log.exception("the candidacy for the lead broke")
+        await candidate.resign()
+        await asyncio.sleep(backoff.next_s())

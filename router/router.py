@@ -164,6 +164,10 @@ class Router:
         self.feedback.report(decision_id, outcome, self._clock.monotonic_ns())
         self._progress()
 
+    def is_open(self, decision_id: DecisionId) -> bool:
+        """Whether it holds a reservation: neither ended nor expired."""
+        return decision_id in self.feedback
+
     # --- deciding ------------------------------------------------------------------------------
 
     def _pool(

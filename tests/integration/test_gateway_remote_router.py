@@ -10,11 +10,20 @@ import pytest
 import pytest_asyncio
 
 from isthmus.common import metrics
-from isthmus.common.errors import CapacityError, NoInstanceError
+from isthmus.common.errors import (
+    CapacityError,
+    DeadlineError,
+    InstanceLostError,
+    InternalError,
+    IsthmusError,
+    NoInstanceError,
+)
 from isthmus.common.ids import InstanceId
-from isthmus.common.registry import MemoryRegistry
+from isthmus.common.registry import Candidate, MemoryRegistry
 from isthmus.common.types import RouteDecision
-from isthmus.router import Held, Outcome, OutcomeKind, RouteQuery, Verdict
+from isthmus.gateway.remote_router import RemoteDecider
+from isthmus.protos.v1 import router_pb2 as pb
+from isthmus.router import Held, Outcome, OutcomeKind, RouteQuery, Verdict, service
 from isthmus.router.explain_client import explain, find_routers
 from isthmus.router.wire import query_to_pb
 from tests.support.poll import poll_until
@@ -201,12 +210,13 @@ async def test_one_that_does_not_lead_refuses_and_the_gateway_decides(
 
 @pytest.mark.asyncio
 async def test_one_that_has_not_heard_yet_that_it_leads_answers_when_it_has(
-    registry: MemoryRegistry,
+    registry: MemoryRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     leader = await HostedRouter(registry, "router-0").start()
     await leader.leads()
     async with remote_decider(registry) as decider:
         await poll_until(lambda: decider.leader is not None)
+        monkeypatch.setattr(service, "LEAD_GRACE_S", 30.0)
         leads = leader.host._servicer._leads = Awaited()
         assert decider._link is not None
         asking = asyncio.create_task(
@@ -252,6 +262,74 @@ async def test_a_decision_on_its_way_to_one_that_has_left_is_given_back(
             decider.report(asker.decision.decision_id, Outcome.cancelled())
         await poll_until(lambda: leader.router.snapshot().num_reservations == 0)
     await leader.host.close()
+
+
+def lose_answers(decider: RemoteDecider, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The router decides, and what arrives of it is ``error``."""
+    link = decider._link
+    assert link is not None
+    route = link.route
+
+    async def lose(request: pb.RouteRequest, timeout_s: float) -> RouteDecision:
+        await route(request, timeout_s)
+        raise error
+
+    monkeypatch.setattr(link, "route", lose)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("kind", [DeadlineError, InstanceLostError])
+async def test_a_decision_whose_answer_was_lost_is_given_back(
+    registry: MemoryRegistry, kind: type[IsthmusError], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leader = await HostedRouter(registry, "router-0").start()
+    await leader.leads()
+    async with remote_decider(registry) as decider:
+        await poll_until(lambda: decider.leader is not None)
+        lose_answers(decider, kind("lost", stage="route"), monkeypatch)
+        asker = Asker()
+        decider.ask(make_query(name="lost-0.0"), asker, may_wait=True)
+        assert (await asker.answer()).policy == OWN_POLICY
+        assert len(leader.router.log.of_request("lost-0.0")) == 1
+        await poll_until(lambda: leader.router.snapshot().num_reservations == 0, timeout_s=20)
+        assert not leader.host._servicer.open._gateways["g"].open
+    await leader.host.close()
+
+
+@pytest.mark.asyncio
+async def test_an_answer_that_cannot_be_read_is_an_answer_all_the_same(
+    registry: MemoryRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leader = await HostedRouter(registry, "router-0").start()
+    await leader.leads()
+    async with remote_decider(registry) as decider:
+        await poll_until(lambda: decider.leader is not None)
+        lose_answers(decider, KeyError("no such policy"), monkeypatch)
+        asker = Asker()
+        decider.ask(make_query(name="odd-0.0"), asker, may_wait=True)
+        await asyncio.wait_for(asker.heard.wait(), 20)
+        assert isinstance(asker.error, InternalError)
+        await poll_until(lambda: leader.router.snapshot().num_reservations == 0, timeout_s=20)
+    await leader.host.close()
+
+
+@pytest.mark.asyncio
+async def test_a_candidacy_that_breaks_is_begun_anew(
+    registry: MemoryRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    campaign, broken = Candidate._campaign, asyncio.Event()
+
+    async def break_once(candidate: Candidate) -> None:
+        if broken.is_set():
+            await campaign(candidate)
+        broken.set()
+        raise ValueError("not foreseen")
+
+    monkeypatch.setattr(Candidate, "_campaign", break_once)
+    router = await HostedRouter(registry, "router-0").start()
+    await router.leads()
+    assert broken.is_set()
+    await router.host.close()
 
 
 @pytest.mark.asyncio

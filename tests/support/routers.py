@@ -13,11 +13,14 @@ from isthmus.common.errors import IsthmusError
 from isthmus.common.registry import MemoryRegistry
 from isthmus.common.registry.routers import RouterRecord
 from isthmus.common.types import RouteDecision
+from isthmus.gateway import remote_router
 from isthmus.gateway.remote_router import RemoteDecider
 from isthmus.router import Router
 from isthmus.router.host import RouterHost
 from tests.support.poll import poll_until
 from tests.support.router_cluster import Cluster
+
+PATIENCE_S = 60.0  # no question is given up because the machine is slow
 
 
 @dataclass
@@ -85,11 +88,13 @@ async def running_registry() -> AsyncIterator[MemoryRegistry]:
 
 @asynccontextmanager
 async def remote_decider(registry: MemoryRegistry) -> AsyncIterator[RemoteDecider]:
-    """Of a gateway whose own view is of one decode instance."""
+    """Of a gateway whose own view is of one decode instance, and that is patient."""
+    answer_s, remote_router.ANSWER_S = remote_router.ANSWER_S, PATIENCE_S
     own = Cluster(0, 1, policy="least_loaded").router
     decider = RemoteDecider(registry, ClusterConfig().name, "g", own, SystemClock())
     decider.start()
     try:
         yield decider
     finally:
+        remote_router.ANSWER_S = answer_s
         await decider.close()

@@ -9,6 +9,8 @@ from isthmus.router.gateways import OpenDecisions
 from tests.support.poll import poll_until
 from tests.support.router_cluster import Cluster, make_query
 
+TTL_MS = 1_000
+
 
 @pytest.fixture
 def router() -> Router:
@@ -50,4 +52,18 @@ async def test_a_gateway_that_never_opens_its_stream_is_doubted_too(router: Rout
     opened.made("mute", router.route(make_query()).decision_id)
     await poll_until(lambda: router.snapshot().num_reservations == 0)
     assert "mute" not in opened._gateways
+    opened.close()
+
+
+@pytest.mark.asyncio
+async def test_what_has_expired_is_open_no_more() -> None:
+    cluster = Cluster(1, 1, reservation_ttl_ms=TTL_MS)
+    opened = OpenDecisions(cluster.router, grace_s=3_600)
+    opened.stream_begins("a")
+    for name in ("1", "2"):
+        opened.made("a", cluster.router.route(make_query(name=name)).decision_id)
+    cluster.clock.advance_ms(TTL_MS + 1)
+    last = cluster.router.route(make_query(name="3")).decision_id
+    opened.made("a", last)
+    assert list(opened._gateways["a"].open) == [last]
     opened.close()
