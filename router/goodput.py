@@ -78,15 +78,17 @@ class Weighed:
     """``candidates``: that can start now and keep every promise, best first; may be empty.
 
     ``floor_ms``: TTFT on the best instance if it were idle, as predicted and as its quantile;
-    ``floor_tpot_ms`` likewise for one sequence alone. ``ready_ms``: when somebody could start.
-    ``obstacle`` names what kept the list empty.
+    ``least_ttft_ms``, ``least_tpot_ms``: what the quickest of all that are registered would take if
+    it were idle and as quick as its model says, whether it may be chosen now or not. ``ready_ms``:
+    when somebody could start. ``obstacle`` names what kept the list empty.
     """
 
     candidates: list[Candidate]
     work_ms: float
     floor_ms: float
     floor_quantile_ms: float
-    floor_tpot_ms: float
+    least_ttft_ms: float
+    least_tpot_ms: float
     ready_ms: float
     num_workers: int
     obstacle: str = ""
@@ -102,6 +104,7 @@ class _Prompt:
     prefill: Floats
     is_usable: Bools
     budget: Floats  # tokens of a step
+    least_ms: float  # alone, of all that it fits on, without corrections
 
     @property
     def ttft(self) -> Floats:
@@ -118,7 +121,7 @@ class _Decode:
     is_full: Bools
     is_kept: Bools  # every TPOT promise
     is_kept_local: Bools  # also with this prompt computed there
-    floor_ms: float  # one sequence alone, where it is quickest
+    least_ms: float  # one sequence alone, where it is quickest, without corrections
 
 
 class GoodputPolicy:
@@ -211,17 +214,15 @@ class GoodputPolicy:
             + columns.pair * uncached * (cached + uncached / 2)
         )
         wait = self._wait(columns, now_ms)
-        is_usable = columns.is_usable & (num_tokens <= columns.longest)
+        is_fit = num_tokens <= columns.longest
+        least = np.where(is_fit, prefill / columns.factor, NEVER)
+        least_ms = float(least.min()) if least.size else NEVER
+        is_usable = columns.is_usable & is_fit
         for instance_id in query.exclude:
             row = rows.get(instance_id)
             if row is not None:
                 is_usable[row] = False
-        if query.prefer_decode is not None and query.prefer_decode in rows:
-            row = rows[query.prefer_decode]
-            if columns.views[row].info.role.value != "prefill" and is_usable[row]:
-                is_usable[:] = False
-                is_usable[row] = True
-        return _Prompt(cached, uncached, wait, prefill, is_usable, columns.budget)
+        return _Prompt(cached, uncached, wait, prefill, is_usable, columns.budget, least_ms)
 
     def _wait(self, columns: PromptColumns, now_ms: float) -> Floats:
         """What this router has sent, less what has been done of it; what others have sent, as far
@@ -273,6 +274,7 @@ class GoodputPolicy:
         tpot_local = tpot + local.prefill / output  # each sequence there bears all of it
         alone = columns.step_ms(np.ones(len(columns.views)), np.full_like(step, num_tokens))
         floor = float(alone.min()) if alone.size else 0.0
+        least_ms = float((alone / columns.factor).min()) if alone.size else 0.0
         ratio = ask.tpot.within(ask.quantile, _most_ratio(ask.tpot_ms, floor), ask.now_ns)
         quantile = _quantile(tpot, ratio)
         needed = num_tokens // columns.block_size + 1 - local.cached // columns.block_size
@@ -284,7 +286,9 @@ class GoodputPolicy:
         if ask.spares_residents:
             is_kept = is_kept & (quantile <= columns.tightest)
             is_kept_local = is_kept & (_quantile(tpot_local, ratio) <= columns.tightest)
-        return _Decode(columns.seqs, step, tpot, quantile, is_full, is_kept, is_kept_local, floor)
+        return _Decode(
+            columns.seqs, step, tpot, quantile, is_full, is_kept, is_kept_local, least_ms
+        )
 
     # --- costs, in milliseconds of an instance ---------------------------------------------------
 
@@ -485,7 +489,8 @@ class GoodputPolicy:
             work_ms=work,
             floor_ms=work,
             floor_quantile_ms=(work + FLOOR_MS) * ratio - FLOOR_MS,
-            floor_tpot_ms=decode.floor_ms,
+            least_ttft_ms=min(remote.least_ms, local.least_ms),
+            least_tpot_ms=decode.least_ms,
             ready_ms=max(0.0, ready),
             num_workers=max(1, int(usable.sum())),
         )

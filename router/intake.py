@@ -292,12 +292,12 @@ def _is_last_chance(held: HeldQuery, now_ns: int) -> bool:
 
 def _infeasible(query: RouteQuery, look: Look) -> InfeasibleSloError:
     """Not for load: for the size of the request, or the speed of the instances."""
-    slo, weighed = query.slo, look.weighed
+    slo = query.slo
     limit_ms: float | None
-    if slo.ttft_ms is not None and weighed.floor_ms > slo.ttft_ms:
-        what, predicted_ms, limit_ms = "TTFT", weighed.floor_ms, slo.ttft_ms
+    if slo.ttft_ms is not None and look.least_ttft_ms > slo.ttft_ms:
+        what, predicted_ms, limit_ms = "TTFT", look.least_ttft_ms, slo.ttft_ms
     else:
-        what, predicted_ms, limit_ms = "TPOT", weighed.floor_tpot_ms, slo.tpot_ms
+        what, predicted_ms, limit_ms = "TPOT", look.least_tpot_ms, slo.tpot_ms
     return InfeasibleSloError(
         f"{query.num_prompt_tokens} prompt tokens mean a {what} of {predicted_ms:.0f} ms even on "
         f"an idle instance; the target of class {slo.class_name} is {limit_ms:g} ms",

@@ -25,7 +25,8 @@ _OF_DECODE = frozenset({"tpot", "decode_full"})
 class Look:
     """``latest_start_ns``: when its prefill must begin at the latest; None without a TTFT target.
 
-    ``is_infeasible``: by its size, whatever the load: not even an idle cluster meets the targets.
+    ``is_infeasible``: by its size, whatever the load, and whoever is away or slow just now: not
+    even the quickest instances meet the targets, when idle: ``least_ttft_ms``, ``least_tpot_ms``.
     """
 
     ask: Ask
@@ -33,6 +34,8 @@ class Look:
     elapsed_ms: float
     latest_start_ns: int | None
     is_infeasible: bool
+    least_ttft_ms: float
+    least_tpot_ms: float
 
 
 class Placement:
@@ -73,13 +76,26 @@ class Placement:
         prices = self._knowledge.prices.current
         now_ms = now_ns / NS_PER_MS
         best: Weighed | None = None
+        least_ttft_ms = least_tpot_ms = NEVER
         for table in tables:
             weighed = self._policy.weigh(table, query, depths, ask, prices, now_ms)
+            least_ttft_ms = min(least_ttft_ms, weighed.least_ttft_ms)
+            least_tpot_ms = min(least_tpot_ms, weighed.least_tpot_ms)
             if weighed.work_ms < NEVER and (best is None or _is_better(weighed, best)):
                 best = weighed
         if best is None:
             return None
-        return self._look(query, ask, best, elapsed_ms, now_ns)
+        slo = query.slo
+        return Look(
+            ask,
+            best,
+            elapsed_ms,
+            _latest_start_ns(ask, best, now_ns),
+            (slo.ttft_ms is not None and least_ttft_ms > slo.ttft_ms)
+            or (slo.tpot_ms is not None and least_tpot_ms > slo.tpot_ms),
+            least_ttft_ms,
+            least_tpot_ms,
+        )
 
     def refresh(self, now_ns: int) -> None:
         """Brings the columns up to date."""
@@ -163,18 +179,11 @@ class Placement:
             may_explore=True,
         )
 
-    def _look(
-        self, query: RouteQuery, ask: Ask, weighed: Weighed, elapsed_ms: float, now_ns: int
-    ) -> Look:
-        slo = query.slo
-        is_infeasible = (slo.ttft_ms is not None and weighed.floor_ms > slo.ttft_ms) or (
-            slo.tpot_ms is not None and weighed.floor_tpot_ms > slo.tpot_ms
-        )
-        latest_start_ns = None
-        if ask.ttft_ms is not None:
-            spare_ms = ask.left_ms - weighed.floor_quantile_ms
-            latest_start_ns = now_ns + int(spare_ms * NS_PER_MS)
-        return Look(ask, weighed, elapsed_ms, latest_start_ns, is_infeasible)
+
+def _latest_start_ns(ask: Ask, weighed: Weighed, now_ns: int) -> int | None:
+    if ask.ttft_ms is None:
+        return None
+    return now_ns + int((ask.left_ms - weighed.floor_quantile_ms) * NS_PER_MS)
 
 
 def _is_better(one: Weighed, other: Weighed) -> bool:

@@ -116,7 +116,7 @@ class DecodeColumns:
         count = len(views)
         self.is_mixed: Bools = np.array([v.info.role is Role.MIXED for v in views], np.bool_)
         self.has_large = False
-        self._rows: Floats = np.zeros((count, 17), order="F")
+        self._rows: Floats = np.zeros((count, 18), order="F")
         (
             self.base,  # decode coefficients, with the instance's factor
             self.seq,
@@ -135,6 +135,7 @@ class DecodeColumns:
             self.tightest,  # TPOT limit of a sequence there
             self.prompt,  # work of prompts beside decodes, as it was …
             self.prompt_at,  # … then
+            self.factor,
         ) = self._rows.T
 
     def refresh(self, row: int, load: PendingLoad, now_ns: int) -> None:
@@ -166,6 +167,7 @@ class DecodeColumns:
             load.tightest_tpot_ms,
             view.prompt_ms,
             view.prompt_at_ns / NS_PER_MS,
+            factor,
         )
 
     def prompt_share(self, now_ms: float) -> Floats:

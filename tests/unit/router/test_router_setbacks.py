@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from isthmus.common.cluster import Role
+from isthmus.common.errors import SloShedError
+from isthmus.common.ids import InstanceId
 from isthmus.common.types import Slo
 from isthmus.router import Outcome, RouteQuery
-from isthmus.router.verdict import Admitted
-from tests.support.router_cluster import Cluster, make_query
+from isthmus.router.verdict import Admitted, Rejected
+from tests.support.router_cluster import LATENCY, Cluster, make_query
 
 STRICT = Slo("strict", ttft_ms=1_000, is_strict=True)
 
@@ -67,3 +72,44 @@ def test_successor_of_a_cancelled_prompt_begins_when_that_was_cancelled() -> Non
     assert ledger.pending("p0").head_since_ns == cluster.clock.monotonic_ns()
     assert ledger.pending("p0").head_ms == pytest.approx(600 + 2 * 5)
     cluster.check()
+
+
+def test_slow_spell_refuses_as_overload_and_is_over_when_it_is_over() -> None:
+    cluster = cluster_of()
+    for view in cluster.router.cluster:
+        view.prefill_factor = view.decode_factor = 3.0
+        view.measured_ns = cluster.clock.monotonic_ns()
+    cluster.report("p0")
+    cluster.report("d0")
+    both = Slo("both", ttft_ms=700, tpot_ms=50, is_strict=True)
+    refused = cluster.router.submit(ask(cluster, "during", 600, slo=both))
+    assert isinstance(refused, Rejected)
+    assert isinstance(refused.error, SloShedError)
+    assert refused.error.retry_after_ms >= 1_000
+    idle_for(cluster, 61_000)
+    assert isinstance(cluster.router.submit(ask(cluster, "after", 600, slo=both)), Admitted)
+
+
+def test_absence_of_the_quick_instance_is_no_reason_to_call_a_target_infeasible() -> None:
+    cluster = cluster_of(decodes=2)
+    slow = replace(LATENCY, prefill_token=4)
+    cluster.join("p9", Role.PREFILL, latency=slow)
+    cluster.join("d9", Role.DECODE, latency=slow)
+    for name in ("d0", "d1"):
+        cluster.router.state.deregistered(InstanceId(name))
+        cluster.router.state.stream_broken(InstanceId(name), 1, "gone")
+    with_all = cluster.router.submit(ask(cluster, "a", 600, slo=STRICT))
+    assert isinstance(with_all, Admitted)
+    cluster.router.report(with_all.decision.decision_id, Outcome.finished())
+    cluster.router.state.stream_broken(InstanceId("p0"), 1, "silent")
+    refused = cluster.router.submit(ask(cluster, "b", 600, slo=STRICT))
+    assert isinstance(refused, Rejected)
+    assert isinstance(refused.error, SloShedError)
+    assert refused.error.http_status == 429
+    assert refused.error.retry_after_ms >= 1_000
+    cluster.report("p0")
+    excluded = ask(cluster, "c", 600, slo=STRICT, exclude=frozenset({InstanceId("p0")}))
+    verdict = cluster.router.submit(excluded)
+    assert isinstance(verdict, Rejected)
+    assert isinstance(verdict.error, SloShedError)
+    assert isinstance(cluster.router.submit(ask(cluster, "d", 600, slo=STRICT)), Admitted)
