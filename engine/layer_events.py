@@ -6,26 +6,24 @@ replayed from a captured graph makes none: all its layers become final at once, 
 
 from __future__ import annotations
 
-from collections import deque
-
 from isthmus.engine.device import Device, DeviceEvent
 
 
 class LayerEvents:
-    """Implements ``LayerMarks`` for the engine thread and ``LayerProgress`` for one reader."""
+    """Implements ``LayerMarks`` for the engine thread and ``LayerProgress`` for any thread."""
 
     address = 0  # no native code stores here
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._ahead: deque[tuple[int, DeviceEvent]] = deque()
-        self._num_passed = 0
+        self._marks: list[tuple[int, DeviceEvent]] = []  # only ever grows: readers go over it
+        self._num_passed = 0  # of the marks; readers that meet may set it back, never too far ahead
         self._num_landed = 0
 
     def mark(self, num_layers: int) -> None:
         event = self._device.event()
         event.record()
-        self._ahead.append((num_layers, event))
+        self._marks.append((num_layers, event))
 
     def land(self, num_layers: int) -> None:
         """The host has waited for the step."""
@@ -33,6 +31,8 @@ class LayerEvents:
 
     @property
     def num_final_layers(self) -> int:
-        while self._ahead and self._ahead[0][1].query():
-            self._num_passed, _ = self._ahead.popleft()
-        return max(self._num_passed, self._num_landed)
+        marks, passed = self._marks, self._num_passed
+        while passed < len(marks) and marks[passed][1].query():
+            passed += 1
+        self._num_passed = passed
+        return max(marks[passed - 1][0] if passed else 0, self._num_landed)

@@ -156,6 +156,31 @@ def test_marks_of_a_device_count_when_it_has_passed_them() -> None:
     assert layers.num_final_layers == 4
 
 
+def test_readers_that_meet_count_no_mark_that_nobody_has_seen_pass() -> None:
+    """The second looks while the first is asking for the same event."""
+    device = LateDevice()
+    layers = LayerEvents(device)
+    seen: list[int] = []
+
+    class Interrupted(LateEvent):
+        def query(self) -> bool:
+            if not seen:
+                seen.append(-1)
+                seen.append(layers.num_final_layers)
+            return super().query()
+
+    first = Interrupted()
+    first.has_passed = True
+    device.event = lambda: first  # type: ignore[method-assign]
+    layers.mark(1)
+    del device.event
+    layers.mark(2)
+    assert layers.num_final_layers == 1
+    assert seen == [-1, 1]
+    device.events[0].has_passed = True
+    assert layers.num_final_layers == 2
+
+
 def test_native_code_stores_where_the_counter_says() -> None:
     counter = LayerCounter()
     ctypes.c_int64.from_address(counter.address).value = 7
