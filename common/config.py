@@ -161,6 +161,12 @@ class TransferConfig(Node):
         "when that saves it computing so many of them (a conversation's last answer, say); "
         "0 = never",
     )
+    fetch_timeout_ms: int = Field(
+        2_000,
+        ge=1,
+        description="longest wait for such KV before the prompt is computed without it; a peer "
+        "that is well sends it within milliseconds",
+    )
     layers_per_push: int = Field(
         0,
         ge=0,

@@ -30,8 +30,8 @@ class PrefixGive:
         return self._session is None or self._session.is_quiet
 
     def give(self, ticket: TransferTicket) -> None:
-        """Sends the blocks; a ticket that asks for what is not here is not answered, and a peer
-        that hears nothing computes the prompt itself. Raises nothing."""
+        """Sends the blocks, or says that they will not come: then the peer computes the prompt
+        from its start. Raises nothing."""
         held = self._reservation.num_cached_tokens
         is_ours = ticket.request_id == self._reservation.request_id
         if self._session is not None or not is_ours or ticket.num_tokens > held:
@@ -42,6 +42,7 @@ class PrefixGive:
                 num_tokens=ticket.num_tokens,
                 num_held=held,
             )
+            self._transfers.decline(ticket)
             return
         try:
             session = self._session = self._transfers.open_send(ticket)
@@ -53,7 +54,9 @@ class PrefixGive:
                 "a prefix cannot be given", peer=ticket.target.instance_id, reason=error.message
             )
             if self._session is not None:
-                self._session.fail(error)
+                self._session.fail(error)  # which tells the peer
+            else:
+                self._transfers.decline(ticket)
 
     def stop(self) -> None:
         """Sends nothing more."""

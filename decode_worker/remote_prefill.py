@@ -64,7 +64,6 @@ class RemotePrefill:
         self._source = source
         self._timeline = timeline
         self._session: ReceiveSession | None = None
-        self._prefix: PrefixGive | None = None
         self._first: asyncio.Future[PrefillFirstToken] = asyncio.get_running_loop().create_future()
 
     @property
@@ -81,25 +80,25 @@ class RemotePrefill:
         taken care of then, as they are when this is cancelled.
         """
         is_admitted = False
+        prefix = PrefixGive(self._runtime.transfers, reservation)
         try:
             await self._client.ensure_handshake(self._source)
             ticket = self._ticket(reservation)
-            self._prefix = PrefixGive(self._runtime.transfers, reservation)
             session = self._session = self._runtime.transfers.open_receive(ticket)
             # It ends with the stream, also after this attempt: its last word is of use then, too.
-            self._client.spawn(self._read(session), f"prefill {self._request.request_id}")
+            self._client.spawn(self._read(session, prefix), f"prefill {self._request.request_id}")
             first = await self._first_token(session)
             self._timeline.merge(first.timeline)  # not before: the attempt counts from here on
             on_first_token(first)
             if first.finish_reason is None:
                 await session.wait_complete()
                 # A prompt that was computed waits for no prefix: what is not sent yet need not be.
-                self._prefix.stop()
+                prefix.stop()
                 is_admitted = True
             return is_admitted
         finally:
             if not is_admitted:
-                self._retire(reservation)
+                self._retire(reservation, prefix)
 
     def _ticket(self, reservation: Reservation) -> TransferTicket:
         runtime = self._runtime
@@ -133,13 +132,17 @@ class RemotePrefill:
 
     # --- the stream ------------------------------------------------------------------------------
 
-    async def _read(self, session: ReceiveSession) -> None:
+    async def _read(self, session: ReceiveSession, prefix: PrefixGive) -> None:
         """Reads to the stream's end. A failure of it is a failure of the session."""
         is_ended = False
         try:
             updates = self._client.prefill(self._source, self._request, session.ticket)
             async with aclosing(updates):
                 async for update in updates:
+                    if isinstance(update, PrefillPrefixWanted):
+                        if session.is_open:
+                            prefix.give(update.ticket)
+                        continue
                     is_ended = self._on_update(session, update) or is_ended
             if not is_ended:
                 raise lost(self._source, "the prefill stream ended early")
@@ -149,10 +152,7 @@ class RemotePrefill:
     def _on_update(self, session: ReceiveSession, update: PrefillUpdate) -> bool:
         """True for the last update of a stream."""
         match update:
-            case PrefillPrefixWanted():
-                self._give_prefix(session, update.ticket)
-                return False
-            case PrefillAccepted():
+            case PrefillPrefixWanted() | PrefillAccepted():
                 return False
             case PrefillChunkSent():
                 session.announced(update.num_tokens)
@@ -169,10 +169,6 @@ class RemotePrefill:
                     session.peer_quiesced()
                 self._fail(session, update.error)
                 return True
-
-    def _give_prefix(self, session: ReceiveSession, ticket: TransferTicket) -> None:
-        if self._prefix is not None and session.is_open:
-            self._prefix.give(ticket)
 
     def _on_first_token(self, session: ReceiveSession, update: PrefillFirstToken) -> None:
         if update.finish_reason is None:
@@ -196,24 +192,8 @@ class RemotePrefill:
 
     # --- the end ---------------------------------------------------------------------------------
 
-    def _retire(self, reservation: Reservation) -> None:
-        if self._prefix is not None and not self._prefix.is_quiet:
-            if self._session is not None:
-                self._session.cancel()
-            self._client.spawn(
-                self._retire_when_quiet(self._prefix, reservation),
-                f"give {reservation.request_id}",
-            )
-        else:
-            self._give_back(reservation)
-
-    async def _retire_when_quiet(self, prefix: PrefixGive, reservation: Reservation) -> None:
-        """A peer must never be sent what a reused block holds by then."""
-        await prefix.end()
-        self._give_back(reservation)
-
-    def _give_back(self, reservation: Reservation) -> None:
+    def _retire(self, reservation: Reservation, prefix: PrefixGive) -> None:
         if self._session is None:
             self._reservations.give_back(reservation)
         else:
-            self._reservations.retire(reservation, self._session, self._source)
+            self._reservations.retire(reservation, self._session, self._source, prefix)

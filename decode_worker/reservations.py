@@ -17,6 +17,7 @@ from isthmus.common.ids import RequestId
 from isthmus.common.logging import get_logger
 from isthmus.common.types import InstanceRef, Request
 from isthmus.decode_worker.prefill_client import AbortReply, PrefillClient, lost
+from isthmus.decode_worker.prefix_give import PrefixGive
 from isthmus.engine.types import Reservation
 from isthmus.kvtransfer.receive_session import ReceiveSession
 from isthmus.worker.load_reporter import OutsideLoad
@@ -110,25 +111,36 @@ class Reservations:
         self._freed()
 
     def retire(
-        self, reservation: Reservation, session: ReceiveSession, source: InstanceRef
+        self,
+        reservation: Reservation,
+        session: ReceiveSession,
+        source: InstanceRef,
+        prefix: PrefixGive,
     ) -> None:
-        """For blocks that a peer may write to: back to the pool once no write can land."""
-        if session.is_quiescent:
+        """For blocks that a peer may write to, or is being sent (``prefix``): back to the pool once
+        no write can land and none is read."""
+        is_read = not prefix.is_quiet
+        if session.is_quiescent and not is_read:
             session.cancel()
             self.give_back(reservation)
             return
-        self._runtime.engine.cancel_reservation(reservation, quarantine=True)
+        self._runtime.engine.cancel_reservation(reservation, quarantine=True, keeps_prefix=is_read)
         self._quarantined[reservation.request_id] += 1
         session.cancel()
+        prefix.stop()
         settling = asyncio.create_task(
-            self._settle(reservation.request_id, session, source),
+            self._settle(reservation.request_id, session, source, prefix),
             name=f"settle {reservation.request_id}",
         )
         self._settling.add(settling)
         settling.add_done_callback(self._settling.discard)
 
     async def _settle(
-        self, request_id: RequestId, session: ReceiveSession, source: InstanceRef
+        self,
+        request_id: RequestId,
+        session: ReceiveSession,
+        source: InstanceRef,
+        prefix: PrefixGive,
     ) -> None:
         """Asks the sender to stop; a sender that does not answer is probed until it is proven
         gone or the session's own rest has passed."""
@@ -147,6 +159,7 @@ class Reservations:
             if await session.quiesced(probe_s):
                 break
             probe_s = min(_LAST_PROBE_S, 2 * probe_s)
+        await prefix.end()
         self._quarantined[request_id] -= 1
         # One id may have been tried twice: its blocks are released together, when all are quiet.
         if not self._quarantined[request_id]:

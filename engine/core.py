@@ -219,11 +219,14 @@ class EngineCore:
             block_ids=tuple(table.block_ids[num_cached:]),
         )
 
-    def cancel_reservation(self, reservation: Reservation, quarantine: bool) -> None:
+    def cancel_reservation(
+        self, reservation: Reservation, quarantine: bool, keeps_prefix: bool = False
+    ) -> None:
         """Gives the blocks back or, with ``quarantine``, keeps those a peer may still write to out
-        of the pool until ``release_quarantine``. Idempotent."""
+        of the pool until ``release_quarantine``; with ``keeps_prefix`` the prefix hits as well,
+        which are being read for one. Idempotent."""
         with self._lock:
-            self._owners.cancel_reservation(reservation.request_id, quarantine)
+            self._owners.cancel_reservation(reservation.request_id, quarantine, keeps_prefix)
             self._wake()
 
     def release_quarantine(self, request_id: RequestId) -> None:

@@ -107,12 +107,14 @@ class KvCacheManager:
         table.move_to(state)
         self._tables[state].add(table)
 
-    def quarantine(self, table: BlockTable) -> None:
+    def quarantine(self, table: BlockTable, *, keeps_prefix: bool = False) -> None:
         """Keeps a reservation's fresh blocks out of the pool; its prefix hits are let go.
 
-        A peer never writes into prefix hits, so nothing can land in them."""
+        A peer never writes into prefix hits, so nothing can land in them; ``keeps_prefix`` where
+        they may still be read for one."""
         self.move(table, TableState.QUARANTINED)
-        self._pool.free(table.drop_cached_prefix())
+        if not keeps_prefix:
+            self._pool.free(table.drop_cached_prefix())
 
     def free(self, table: BlockTable) -> None:
         """Drops the table's references. Its content stays cached until a block is reused."""

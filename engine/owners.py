@@ -141,13 +141,15 @@ class BlockOwners:
         self._kv.publish(table, hashes, len(hashes))
         self._kv.free(table)
 
-    def cancel_reservation(self, request_id: RequestId, quarantine: bool) -> None:
+    def cancel_reservation(
+        self, request_id: RequestId, quarantine: bool, keeps_prefix: bool = False
+    ) -> None:
         """Does nothing when there is no such reservation."""
         table = self._reserved.pop(request_id, None)
         if table is None:
             return
         if quarantine:
-            self._kv.quarantine(table)
+            self._kv.quarantine(table, keeps_prefix=keeps_prefix)
             self._quarantined.setdefault(request_id, []).append(table)
         else:
             self._kv.free(table)

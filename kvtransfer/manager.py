@@ -40,7 +40,7 @@ from isthmus.common.types import InstanceRef
 from isthmus.kvtransfer.conversion import check_staging
 from isthmus.kvtransfer.handshake import make_offer
 from isthmus.kvtransfer.interface import PeerName
-from isthmus.kvtransfer.notification import Notification, decode
+from isthmus.kvtransfer.notification import Flags, Notification, decode
 from isthmus.kvtransfer.observer import Side, SilentObserver, TransferObserver
 from isthmus.kvtransfer.peers import Peer, PeerTable
 from isthmus.kvtransfer.rank_port import RankPort
@@ -346,11 +346,20 @@ class TransferManager:
         self._session_ended("receive", session.ticket, session.state.value, session.num_bytes)
         self._look()
 
+    def decline(self, ticket: TransferTicket) -> None:
+        """Tells the target of a ticket that was never opened that nothing will come."""
+        flags = Flags.ABORTED | Flags.QUIET
+        self._tell(ticket.target, Notification(ticket.transfer_id, flags=flags))
+
     def send_quiet(self, session: SendSession) -> None:
         self._sends.pop(session.ticket.transfer_id, None)
         note = session.abort_note()
-        peer = self._peers.find(session.ticket.target)
-        if note is None or peer is None:
+        if note is not None:
+            self._tell(session.ticket.target, note)
+
+    def _tell(self, target: InstanceRef, note: Notification) -> None:
+        peer = self._peers.find(target)
+        if peer is None:
             return
         # One rank speaks for all: the session counts the writes of every one.
         (rank, _), name = next(iter(peer.names.items()))

@@ -32,8 +32,6 @@ from isthmus.engine.types import Reservation
 from isthmus.kvtransfer.receive_session import ReceiveSession
 from isthmus.worker.role import WorkerRuntime
 
-# Peers that are well answer within milliseconds; computing the prompt goes on after that.
-_PATIENCE_NS = 2_000 * NS_PER_MS
 _PROBE_S = 5.0
 
 log = get_logger("prefix_fetch")
@@ -109,6 +107,7 @@ class PrefixFetches:
         self._runtime = runtime
         self._resting: Counter[RequestId] = Counter()
         self._tasks: set[asyncio.Task[None]] = set()
+        self.num_waiting = 0  # fetches whose request waits for them
 
     def begin(self, request: Request, ticket: TransferTicket) -> PrefixFetch | None:
         """None where there is nothing to gain, or no way: unlike KV formats, no room, no peer."""
@@ -138,6 +137,7 @@ class PrefixFetches:
             log.info("prefix cannot be fetched", reason=error.message)
             self._runtime.engine.cancel_reservation(reservation, quarantine=False)
             return None
+        self.num_waiting += 1
         return PrefixFetch(self, request, reservation, session)
 
     @staticmethod
@@ -151,6 +151,7 @@ class PrefixFetches:
         self, request: Request, ticket: TransferTicket, reservation: Reservation, wanted: int
     ) -> TransferTicket:
         runtime = self._runtime
+        patience_ns = runtime.config.transfer.fetch_timeout_ms * NS_PER_MS
         return TransferTicket(
             transfer_id=new_transfer_id(),
             request_id=request.request_id,
@@ -160,19 +161,21 @@ class PrefixFetches:
             target_block_ids=reservation.block_ids,
             num_tokens=wanted,
             layout_hash=runtime.engine.kv_layout.compat_hash,
-            deadline_ns=min(ticket.deadline_ns, runtime.clock.now_ns() + _PATIENCE_NS),
+            deadline_ns=min(ticket.deadline_ns, runtime.clock.now_ns() + patience_ns),
             checksum=runtime.transfers.checksum_with(ticket.target),
         )
 
     # --- what a fetch says ---------------------------------------------------------------------
 
     def arrived(self, reservation: Reservation, request: Request) -> None:
+        self.num_waiting -= 1
         self._runtime.engine.publish_reservation(reservation, request)
         self._runtime.cache_changed()
         size = self._runtime.engine.kv_layout.block_size
         self._runtime.metrics.prefix_fetched(len(reservation.block_ids) * size)
 
     def given_up(self, reservation: Reservation, session: ReceiveSession) -> None:
+        self.num_waiting -= 1
         self._runtime.metrics.prefix_given_up()
         if session.is_quiescent:
             self._runtime.engine.cancel_reservation(reservation, quarantine=False)

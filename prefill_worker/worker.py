@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import AsyncGenerator
-from contextlib import suppress
+from contextlib import closing, suppress
 
 from isthmus.common.cluster import LinkRate
 from isthmus.common.errors import (
@@ -79,11 +79,9 @@ class PrefillWorker:
             self._check(request, ticket)
             fetch = self._fetches.begin(request, ticket)
             if fetch is not None:
-                try:
+                with closing(fetch):
                     yield PrefillPrefixWanted(fetch.ticket)
                     await fetch.wait()
-                finally:
-                    fetch.close()
             call = self._admit(request, ticket)
         except IsthmusError as error:
             yield PrefillFailed(error, quiesced=True)
@@ -112,7 +110,7 @@ class PrefillWorker:
 
     def _admit(self, request: Request, ticket: TransferTicket) -> PrefillCall:
         runtime = self._runtime
-        self._check(request, ticket)  # again: a prefix may have been waited for
+        self._check_ticket(request, ticket)  # again: a prefix may have been waited for
         session = runtime.transfers.open_send(ticket)
         call = PrefillCall(
             request,
@@ -215,7 +213,7 @@ class PrefillWorker:
         return OutsideLoad(inflight_transfer_bytes=transfers.inflight_bytes, links=links)
 
     def num_running(self) -> int:
-        return len(self._calls)
+        return len(self._calls) + self._fetches.num_waiting
 
     def num_held(self) -> int:
         return sum(not call.is_open for call in self._calls.values())

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from isthmus.common import metrics
 from isthmus.common.cluster import Role
 from isthmus.common.config import ClusterConfig
 from tests.support.engine_driver import make_prompt
@@ -66,8 +67,19 @@ async def start_trio(config: ClusterConfig) -> AsyncIterator[Trio]:
 
 
 def fetching(least: int = BLOCK, **transfer: object) -> ClusterConfig:
-    settings = {"connector": "local", "quarantine_ms": 200, "fetch_min_tokens": least, **transfer}
+    settings = {
+        "connector": "local",
+        "quarantine_ms": 200,
+        "fetch_min_tokens": least,
+        "fetch_timeout_ms": 30_000,
+        **transfer,
+    }
     return local_config(transfer=settings)
+
+
+def given_up(worker: LocalWorker) -> float:
+    labels = ("prefill", worker.instance_id, "given_up")
+    return metrics.PREFIX_FETCHES.labels(*labels)._value.get()
 
 
 async def test_a_chat_of_ten_turns_computes_and_moves_what_is_new() -> None:
@@ -106,12 +118,16 @@ async def test_little_is_not_worth_asking_for() -> None:
 @pytest.mark.parametrize("script", ["0+:fail", "0+:drop", "0+:refuse", "0+:hang"])
 async def test_a_fetch_that_fails_costs_time_only(script: str) -> None:
     """Writes of the decode instance, whose only ones are what it gives."""
-    broken = fetching(connector="fake", fault_script=script)
-    async with LocalCluster(fetching(connector="fake")) as cluster:
+    patience = {"connector": "fake", "fetch_timeout_ms": 500}
+    async with LocalCluster(fetching(**patience)) as cluster:
         prefill = await cluster.start(Role.PREFILL, "prefill-0")
-        decode = await cluster.start(Role.DECODE, "decode-0", broken)
+        decode = await cluster.start(
+            Role.DECODE, "decode-0", fetching(**patience, fault_script=script)
+        )
+        mixed = await cluster.start(Role.MIXED, "mixed-0")
         assert decode.info is not None
-        async with GatewayStub(decode.info) as stream:
+        assert mixed.info is not None
+        async with GatewayStub(decode.info) as stream, GatewayStub(mixed.info) as alone:
             first = await stream.run(make_request(make_prompt(40), max_tokens=40), prefill.info)
             talk = (*make_prompt(40), *first.tokens, *make_prompt(5, salt=1))
             one = await stream.run(make_request(talk, max_tokens=4), prefill.info)
@@ -121,6 +137,10 @@ async def test_a_fetch_that_fails_costs_time_only(script: str) -> None:
             longer = (*talk, *one.tokens, *make_prompt(5, salt=2))
             two = await stream.run(make_request(longer, max_tokens=4), prefill.info)
             assert two.failed is None, two.failed
+            for tokens, answer in ((talk, one), (longer, two)):
+                expected = await alone.run(make_request(tokens, max_tokens=4), None)
+                assert answer.tokens == expected.tokens
+            assert given_up(prefill) >= 1
             # A write that never ends keeps its session at the sender until the peer leaves.
             await wait_idle(prefill.info, *([] if "hang" in script else [decode.info]))
         assert prefill.engine is not None
@@ -128,8 +148,9 @@ async def test_a_fetch_that_fails_costs_time_only(script: str) -> None:
 
 
 async def test_cancelling_while_a_prefix_is_awaited_leaves_nothing() -> None:
-    broken = fetching(connector="fake", fault_script="0+:hang")
-    async with LocalCluster(fetching(connector="fake")) as cluster:
+    patience = {"connector": "fake", "fetch_timeout_ms": 3_000}
+    broken = fetching(**patience, fault_script="0+:hang")
+    async with LocalCluster(fetching(**patience)) as cluster:
         prefill = await cluster.start(Role.PREFILL, "prefill-0")
         decode = await cluster.start(Role.DECODE, "decode-0", broken)
         assert decode.info is not None
@@ -142,3 +163,29 @@ async def test_cancelling_while_a_prefix_is_awaited_leaves_nothing() -> None:
             await stream.abort(answer)
             await wait_idle(prefill.info)
             await poll_until(lambda: prefill.engine.load().quarantined_blocks == 0)
+
+
+async def test_a_prompt_whose_prefill_fails_while_its_prefix_is_given_is_computed_on_decode() -> (
+    None
+):
+    """The blocks that are being given are neither reused nor in the way of a second attempt."""
+    hanging = fetching(connector="fake", fault_script="0+:hang")
+    async with LocalCluster(fetching(connector="fake")) as cluster:
+        prefill = await cluster.start(Role.PREFILL, "prefill-0")
+        decode = await cluster.start(Role.DECODE, "decode-0", hanging)
+        mixed = await cluster.start(Role.MIXED, "mixed-0")
+        assert decode.info is not None
+        assert mixed.info is not None
+        async with GatewayStub(decode.info) as stream, GatewayStub(mixed.info) as alone:
+            first = await stream.run(make_request(make_prompt(40), max_tokens=40), prefill.info)
+            talk = (*make_prompt(40), *first.tokens, *make_prompt(5, salt=1))
+            answer = await stream.submit(make_request(talk, max_tokens=4), prefill.info)
+            assert prefill.engine is not None
+            await poll_until(lambda: prefill.engine.load().free_blocks < prefill.engine.num_blocks)
+            await prefill.end()
+            await answer.end()
+            assert answer.failed is None, answer.failed
+            assert answer.finished is not None
+            assert answer.finished.local_reason == "prefill_failed"
+            expected = await alone.run(make_request(talk, max_tokens=4), None)
+            assert answer.tokens == expected.tokens

@@ -12,6 +12,7 @@ from isthmus.common.errors import ContextLengthError, IsthmusError, OutOfBlocksE
 from isthmus.common.ids import InstanceId, TransferId
 from isthmus.common.types import InstanceRef
 from isthmus.decode_worker.prefill_client import AbortReply
+from isthmus.decode_worker.prefix_give import PrefixGive
 from isthmus.decode_worker.reservations import Reservations
 from isthmus.engine.types import Reservation
 from tests.support.engine_driver import make_prompt, make_request
@@ -177,7 +178,8 @@ async def test_a_full_line_and_a_request_that_never_fits_are_refused() -> None:
 
 async def retire(desk: Desk) -> None:
     reservation = await desk.acquire("a", 40)
-    desk.line.retire(reservation, desk.session, SOURCE)  # type: ignore[arg-type]
+    nothing_given = PrefixGive(None, reservation)  # type: ignore[arg-type]
+    desk.line.retire(reservation, desk.session, SOURCE, nothing_given)  # type: ignore[arg-type]
 
 
 async def test_blocks_of_a_bad_transfer_rest_until_the_sender_says_that_it_stopped() -> None:
