@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 import yaml
 
+from isthmus.cli.inert import warn_of_inert
 from isthmus.cli.options import Output, parse_settings
 from isthmus.cli.output import OutputFormat, print_json, stdout
 from isthmus.common.config import ClusterConfig, load_config
@@ -28,7 +29,9 @@ def check(
     output: Output = OutputFormat.TEXT,
 ) -> None:
     """Print the effective tree: file, environment and --set over the defaults."""
-    tree = effective_tree(load_config(file, parse_settings(settings or [])))
+    config = load_config(file, parse_settings(settings or []))
+    warn_of_inert(config)
+    tree = effective_tree(config)
     if output is OutputFormat.JSON:
         print_json(tree)
     else:

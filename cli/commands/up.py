@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
+from isthmus.cli.inert import warn_of_inert
 from isthmus.cli.options import DEFAULT_CLUSTER, Output, StateDir, parse_settings, set_path
 from isthmus.cli.output import OutputFormat, print_json, stderr, stdout
 from isthmus.common.config import ClusterConfig, load_config
@@ -80,6 +81,7 @@ def up(
         flags[f"{pool}.engine.max_num_batched_tokens"] = max_num_batched_tokens
         flags[f"{pool}.engine.kv_cache_gib"] = kv_cache_gib
     config = with_absolute_paths(load_config(file, overrides(flags, settings or [])))
+    warn_of_inert(config)
     configure_logging(config.logging, role="control")
     if detach:
         show_ready(start_detached(config, show_progress), output, is_detached=True)
