@@ -17,10 +17,11 @@ clock of its own: every method is told the time (router's monotonic nanoseconds)
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
+from math import isclose
 
 from isthmus.common.clock import NS_PER_MS
 from isthmus.common.ids import RequestId
@@ -65,6 +66,7 @@ class _Line:
 
     on_time: list[HeldQuery] = field(default_factory=list)
     late_ok: list[HeldQuery] = field(default_factory=list)
+    work_ms: float = 0.0  # of all in both lanes
     slack_ms: float = NEVER_LATE  # of ON_TIME, when it was last planned
     started_ms: float = 0.0  # work since LATE_OK was last empty
     started_late_ok_ms: float = 0.0
@@ -103,12 +105,7 @@ class HoldingQueue:
     def work_ms(self, model: str) -> float:
         """Predicted prefill work of all who wait."""
         line = self._lines.get(model)
-        return sum(held.work_ms for held in self._all(line)) if line is not None else 0.0
-
-    def work_before_ms(self, held: HeldQuery) -> float:
-        """Of those in its lane that must start before it."""
-        line = self._lines[held.query.model]
-        return sum(other.work_ms for other in line.lane(held.lane) if other.key < held.key)
+        return max(0.0, line.work_ms) if line is not None else 0.0
 
     def enter(
         self,
@@ -131,13 +128,12 @@ class HoldingQueue:
         return held
 
     def remove(self, request_id: RequestId) -> HeldQuery | None:
-        """None when it is not here (any more)."""
-        held = self._held.pop(request_id, None)
+        """Unserved. None when it is not here (any more)."""
+        held = self._held.get(request_id)
         if held is not None:
-            self._take_out(held)
-            line = self._lines[held.query.model]
-            if not line.on_time and not line.late_ok:
-                del self._lines[held.query.model]
+            if held.lane is Lane.LATE_OK:
+                self.shares.withdrawn(held.query.tenant, held.tag, held.work_ms)
+            self._forget(held)
         return held
 
     def started(self, held: HeldQuery, now_ns: int) -> None:
@@ -151,7 +147,7 @@ class HoldingQueue:
             line.started_late_ok_ms /= 2
         tag = held.tag if held.lane is Lane.LATE_OK else None
         self.shares.served(held.query.tenant, tag, held.work_ms, now_ns)
-        self.remove(held.query.request_id)
+        self._forget(held)
 
     def demote(self, held: HeldQuery) -> None:
         """From ON_TIME to LATE_OK: it will be late, and its class would rather be late than not
@@ -187,17 +183,16 @@ class HoldingQueue:
 
     def left_out(
         self, model: str, now_ns: int, ready_ms: float, num_workers: float
-    ) -> list[HeldQuery]:
-        """Those of ON_TIME to be given up so that the others are in time; nobody is moved.
+    ) -> list[tuple[HeldQuery, float]]:
+        """Those of ON_TIME to be given up so that the others are in time, each with the work of
+        the others that goes before it; nobody is moved.
 
         ``ready_ms``: when the first of the pool's workers has done what it has.
         """
         line = self._lines.get(model)
         if line is None or not line.on_time:
             return []
-        factor = {held.query.tenant: 0.0 for held in line.on_time}
-        for tenant in factor:
-            factor[tenant] = self.shares.factor(tenant, now_ns)
+        factor = self.shares.factors([held.query.tenant for held in line.on_time], now_ns)
         jobs = []
         for held in line.on_time:
             assert held.latest_start_ns is not None
@@ -207,7 +202,13 @@ class HoldingQueue:
             jobs.append(Job(start_ms + share_ms, share_ms, weight))
         plan = leave_out(jobs, ready_ms)
         line.slack_ms = plan.slack_ms
-        return [line.on_time[place] for place in plan.left_out]
+        out, left_out, before_ms = set(plan.left_out), [], 0.0
+        for place, held in enumerate(line.on_time):
+            if place in out:
+                left_out.append((held, before_ms))
+            else:
+                before_ms += held.work_ms
+        return left_out
 
     def next_change_ns(self) -> int | None:
         """When the first of them passes its latest start or its deadline."""
@@ -224,6 +225,8 @@ class HoldingQueue:
         assert {id(held) for held in found} == {id(held) for held in self._held.values()}
         for line in self._lines.values():
             assert line.on_time or line.late_ok, "an empty line has no entry"
+            total_ms = sum(held.work_ms for held in self._all(line))
+            assert isclose(line.work_ms, total_ms, rel_tol=1e-6, abs_tol=1e-3)
             for lane in Lane:
                 entries = line.lane(lane)
                 assert all(held.lane is lane for held in entries)
@@ -242,12 +245,23 @@ class HoldingQueue:
             held.tag = self.shares.tag(held.query.tenant, held.work_ms)
             if not line.late_ok:
                 line.started_ms = line.started_late_ok_ms = 0.0
+        line.work_ms += held.work_ms
         insort(line.lane(held.lane), held, key=lambda item: item.key)
 
     def _take_out(self, held: HeldQuery) -> None:
         line = self._lines[held.query.model]
         entries = line.lane(held.lane)
-        entries.remove(held)
+        place = bisect_left(entries, held.key, key=lambda item: item.key)
+        assert entries[place] is held
+        del entries[place]
+        line.work_ms -= held.work_ms
+
+    def _forget(self, held: HeldQuery) -> None:
+        del self._held[held.query.request_id]
+        self._take_out(held)
+        line = self._lines[held.query.model]
+        if not line.on_time and not line.late_ok:
+            del self._lines[held.query.model]
 
     def _all(self, line: _Line) -> list[HeldQuery]:
         return [*line.on_time, *line.late_ok]

@@ -120,7 +120,8 @@ class Intake:
         latest_ns = None if look.is_infeasible else look.latest_start_ns
         if latest_ns is not None and latest_ns < now_ns:
             if slo.is_strict:
-                return self._rejected(query, self._shed(query, weighed.work_ms, now_ns), now_ns)
+                shed = self._shed(query, weighed.floor_quantile_ms)
+                return self._rejected(query, shed, now_ns)
             latest_ns = None
         if latest_ns is None and slo.ttft_ms is not None:
             late_look = self._places.look(query, now_ns, is_on_time=False)
@@ -175,22 +176,19 @@ class Intake:
             return
         pool.plans_ns = now_ns + PLAN_MS * NS_PER_MS
         pool.ready_ms = self._places.least_wait_ms(model, now_ns)
-        for held in self._queue.left_out(model, now_ns, pool.ready_ms, pool.speed(now_ns)):
+        speed = pool.speed(now_ns)
+        for held, before_ms in self._queue.left_out(model, now_ns, pool.ready_ms, speed):
             self._places.missed(held.query, held.obstacle, now_ns)
             if held.query.slo.is_strict:
-                error = self._shed(held.query, held.work_ms, now_ns, held)
+                first_ms = held.work_ms + pool.ready_ms + before_ms / speed
+                error = self._shed(held.query, first_ms)
                 self._give_up(held, error, now_ns, settled)
             else:
                 self._queue.demote(held)
 
-    def _shed(
-        self, query: RouteQuery, work_ms: float, now_ns: int, held: HeldQuery | None = None
-    ) -> SloShedError:
-        predicted_ms = work_ms + self._places.elapsed_ms(query)
-        pool = self._pools.get(query.model)
-        if held is not None and pool is not None:
-            before_ms = self._queue.work_before_ms(held) / pool.speed(now_ns)
-            predicted_ms += pool.ready_ms + before_ms
+    def _shed(self, query: RouteQuery, first_ms: float) -> SloShedError:
+        """``first_ms``: until its first token, from now."""
+        predicted_ms = first_ms + self._places.elapsed_ms(query)
         limit_ms = query.slo.ttft_ms
         return SloShedError(
             f"the first token would come after about {predicted_ms:.0f} ms, and the target of "

@@ -63,8 +63,9 @@ class HoldingMachine(RuleBasedStateMachine):
     @rule(model=st.sampled_from(MODELS), ready_ms=st.floats(0, 500), workers=st.integers(1, 4))
     def leave_out(self, model: str, ready_ms: float, workers: int) -> None:
         out = self.queue.left_out(model, self.now_ns, ready_ms, workers)
-        assert len({id(held) for held in out}) == len(out)
-        for held in out:
+        assert len({id(held) for held, _ in out}) == len(out)
+        for held, before_ms in out:
+            assert before_ms >= 0
             assert held.lane is Lane.ON_TIME
             if held.query.slo.is_strict:
                 self.queue.remove(held.query.request_id)

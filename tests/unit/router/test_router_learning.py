@@ -201,7 +201,8 @@ def test_tenants_share_by_weight_and_a_flood_delays_itself() -> None:
     assert first.count("b") == pytest.approx(10, abs=1)
     shares.served("a", 0.0, 1_000, 0)
     shares.served("b", 0.0, 10, 0)
-    assert shares.factor("a", 0) < 1.0 == shares.factor("b", 0)
+    factors = shares.factors(["a", "b", "new"], 0)
+    assert factors["a"] < 1.0 == factors["b"] == factors["new"]
     for number in range(2 * MAX_TENANTS):
         shares.tag(str(number), 1)
     assert len(shares) <= MAX_TENANTS
