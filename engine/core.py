@@ -13,7 +13,7 @@ that end with the first is void.
 
 No block is handed out while a forward pass may still write to it (see ``owners``), and none while a
 transfer may: blocks of a PREFILL_ONLY sequence may be read by a peer from its first chunk on, so,
-however it ends, they stay HELD until ``release_hold`` or ``expire_holds``.
+however it ends, they stay HELD until ``release_hold``.
 """
 
 from __future__ import annotations
@@ -256,15 +256,11 @@ class EngineCore:
             self._owners.release_hold(request_id)
             self._wake()
 
-    def expire_holds(self, now_ns: int, hold_ms: int) -> list[RequestId]:
-        """Releases holds of ``hold_ms`` or older: the backstop for a worker that forgot."""
+    def expired_holds(self, now_ns: int, hold_ms: int) -> list[RequestId]:
+        """Holds of ``hold_ms`` or older. They stay: whoever still reads the blocks has to be
+        stopped before ``release_hold``."""
         with self._lock:
-            expired = self._owners.holds_since(now_ns - hold_ms * NS_PER_MS)
-            for request_id in expired:
-                self._owners.release_hold(request_id)
-            if expired:
-                self._wake()
-            return expired
+            return self._owners.holds_since(now_ns - hold_ms * NS_PER_MS)
 
     def block_table(self, request_id: RequestId) -> tuple[BlockId, ...]:
         """Blocks of a running or held sequence, in order; empty while it has none."""

@@ -191,10 +191,12 @@ class PrefillCall:
             self.fail(InternalError(f"transfer: {error}", stage="transfer"))
 
     def fail(self, error: IsthmusError) -> None:
-        """Ends the call; later reasons do not count."""
+        """Ends the call, and its session at once: nothing that waits is posted any more. Later
+        reasons do not count."""
         if self.is_open:
             self.error = error
             self._end(CallState.FAILED)
+            self.session.cancel()
 
     def cancel(self, reason: str) -> None:
         self.fail(CancelledError(reason, stage="prefill"))
@@ -208,12 +210,12 @@ class PrefillCall:
         return PrefillFinished(self.session.num_chunks, self.session.num_bytes, self._timeline)
 
     async def settle(self) -> bool:
-        """Gives back everything that this call holds, once its session reads no block any more.
+        """Gives back everything that this call holds, once its session reads no block any more;
+        nothing when it is cancelled before.
 
         True is a proof that nothing of it can land at the peer."""
         self._engine.abort(self.request.request_id)
         self.session.cancel()
-        try:
-            return await self.session.quiesce()
-        finally:
-            self._engine.release_hold(self.request.request_id)
+        is_quiet = await self.session.quiesce()
+        self._engine.release_hold(self.request.request_id)
+        return is_quiet

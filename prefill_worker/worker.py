@@ -179,7 +179,7 @@ class PrefillWorker:
         settling = self._settle(call)
         timeout_s = max(1.0, self._runtime.config.transfer.quarantine_ms / 1000)
         await asyncio.wait({settling}, timeout=timeout_s)
-        return settling.done() and settling.result()
+        return settling.done() and not settling.cancelled() and settling.result()
 
     async def abort(self, transfer_id: TransferId, reason: str) -> bool:
         """Ends a transfer; True when none of its writes is in flight any more."""
@@ -222,16 +222,24 @@ class PrefillWorker:
         hold_ms = self._runtime.config.transfer.hold_ms
         while True:
             await asyncio.sleep(min(_HOLD_SWEEP_S, hold_ms / 4000))
-            if not self._calls:
-                continue
-            for request_id in self._runtime.engine.expire_holds(
-                self._runtime.clock.now_ns(), hold_ms
-            ):
-                log.warning("hold expired", request_id=request_id, stage="transfer")
-                self._runtime.metrics.hold_expired()
-                call = self._calls.get(request_id)
-                if call is not None:
-                    call.fail(TransferTimeoutError("the hold expired", stage="transfer"))
+            now_ns = self._runtime.clock.now_ns()
+            for request_id in self._runtime.engine.expired_holds(now_ns, hold_ms):
+                self._expire_hold(request_id)
+
+    def _expire_hold(self, request_id: RequestId) -> None:
+        """Ends the call that has the hold, which gives it back when no write reads its blocks any
+        more; a hold without a call has been forgotten and is released here."""
+        call = self._calls.get(request_id)
+        if call is not None and call.settling is not None:
+            return
+        log.warning("hold expired", request_id=request_id, stage="transfer")
+        self._runtime.metrics.hold_expired()
+        if call is None:
+            self._runtime.engine.release_hold(request_id)
+            self._runtime.cache_changed()
+            return
+        call.fail(TransferTimeoutError("the hold expired", stage="transfer"))
+        self._settle(call)
 
     async def close(self) -> None:
         if self._sweeper is not None:
@@ -242,5 +250,7 @@ class PrefillWorker:
             call.fail(DrainingError("the prefill instance stops", stage="prefill"))
         settling = {self._settle(call) for call in self._calls.values()}
         if settling:
-            await asyncio.wait(settling, timeout=_CLOSE_TIMEOUT_S)
+            _, late = await asyncio.wait(settling, timeout=_CLOSE_TIMEOUT_S)
+            for task in late:  # the process ends, and its memory with it
+                task.cancel()
         await self._fetches.close(_CLOSE_TIMEOUT_S)

@@ -275,13 +275,15 @@ def test_held_blocks_are_not_evicted_and_waiting_work_resumes_after_release() ->
     assert all_free(core)
 
 
-def test_holds_expire_by_age() -> None:
+def test_holds_expire_by_age_and_stay_until_they_are_released() -> None:
     core = make_tiny_core()
     prefill(core, make_request("r", make_prompt(10)))
     held_at_ns = 10**18  # where the test's clock stands
-    assert core.expire_holds(held_at_ns + 9_999_999, hold_ms=10) == []
-    assert core.expire_holds(held_at_ns + 10_000_000, hold_ms=10) == [R]
-    assert core.expire_holds(held_at_ns + 10_000_000, hold_ms=10) == []
+    assert core.expired_holds(held_at_ns + 9_999_999, hold_ms=10) == []
+    assert core.expired_holds(held_at_ns + 10_000_000, hold_ms=10) == [R]
+    assert core.load().held_blocks > 0  # somebody may still read them
+    core.release_hold(R)
+    assert core.expired_holds(held_at_ns + 10_000_000, hold_ms=10) == []
     assert all_free(core)
 
 
