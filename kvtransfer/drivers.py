@@ -2,7 +2,8 @@
 
 To the manager they are one: a write goes to its peer's connector, and a sweep is a sweep of all
 drivers. A connector that no pair has chosen has its memory registered and its metadata in the
-offer; it has no thread and is never polled.
+offer; no driver runs for it and it is never polled. (The doorman of ``shm`` is a thread of the
+connector's own, which sleeps until a peer calls.)
 """
 
 from __future__ import annotations

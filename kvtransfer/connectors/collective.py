@@ -4,7 +4,8 @@ Both ends of such an operation take part, so each direction of a pair has a conn
 what comes, a group of two ranks of its own for the bytes, and a thread on either side::
 
     writer's thread                              target's thread
-    ──join: name of the group──▶                 both make the group (first write only)
+    ──join: name, token──▶                       checks who it is, within seconds
+    ──name of the group──▶                       both make the group (first write only)
     ──header: rows, notification──▶              checks the rows against its own memory
     ══ the bytes, packed, in pieces ══▶          receives a piece, copies it to its places
                                 ◀──ack──         the notification can be taken
@@ -105,14 +106,18 @@ class CollectiveConnector:
         peer = PeerName(theirs.name)
         try:
             connection = socket.create_connection((theirs.host, theirs.port), _CONNECT_S)
+            store_address = (theirs.host, theirs.store_port)
+            try:
+                link = Outgoing(connection, self._mine, self._me, theirs.token, store_address)
+            except OSError:
+                connection.close()
+                raise
         except OSError as error:
             raise HandshakeError(
                 f"{peer} does not answer at {theirs.host}:{theirs.port}: {error}",
                 stage="handshake",
             ) from error
         self.remove_peer(peer)
-        store_address = (theirs.host, theirs.store_port)
-        link = Outgoing(connection, self._mine, self._me, theirs.token, store_address)
         self._outgoing[peer] = link, region
         return peer
 

@@ -10,11 +10,13 @@ import queue
 import secrets
 import socket
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import chain
 from typing import Any, Protocol, cast
 
 import msgspec
@@ -30,6 +32,8 @@ from isthmus.kvtransfer.interface import PeerName, WriteState
 
 GROUP_TIMEOUT_S = 30.0
 """Longest wait for the other end, while a group is made and for each piece."""
+GREETING_S = 10.0
+"""How long whoever has connected may take to say who it is."""
 _JOIN_S = 2.0
 _PIECE_BYTES = 4 * 2**20
 _WRITER, _TARGET = 0, 1
@@ -45,11 +49,16 @@ class Backend(Protocol):
 
 
 class _Join(msgspec.Struct, frozen=True, tag=True):
-    """The first message: who writes, what lets it in, and which group both make."""
+    """The first message, sent at once: who writes, and what lets it in."""
 
     name: str
     token: bytes
-    group: str
+
+
+class _Group(msgspec.Struct, frozen=True, tag=True):
+    """The second, before the first write: which group both make."""
+
+    name: str
 
 
 class _Header(msgspec.Struct, frozen=True, tag=True):
@@ -83,7 +92,9 @@ class Receiver:
 
 
 class Outgoing:
-    """The writer's end. ``post``, ``read_acks`` and ``close`` belong to the connector's thread."""
+    """The writer's end. ``post``, ``read_acks`` and ``close`` belong to the connector's thread.
+
+    Once ``close`` has returned, this process's memory is no longer read."""
 
     def __init__(
         self,
@@ -93,18 +104,21 @@ class Outgoing:
         token: bytes,
         store_address: tuple[str, int],
     ) -> None:
-        connection.settimeout(None)
+        """Raises OSError when the peer has gone."""
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.sendall(_framed(_Join(me, token)))
+        connection.settimeout(None)
         self._connection = connection
         self._sending = connection.dup()  # the thread's own, so that neither closes the other's
         self._memory = mine.memory
         self._host = mine.host
-        self._join = _Join(me, token, secrets.token_hex(8))
+        self._group = _Group(secrets.token_hex(8))
         self._store_address = store_address
         self._reader = FrameReader()
         self._open: deque[OutgoingWrite] = deque()  # posted and not acknowledged, oldest first
         self._jobs: queue.SimpleQueue[OutgoingWrite | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._packing = threading.Lock()  # held while memory is read
         self._is_closed = False
 
     @property
@@ -133,7 +147,8 @@ class Outgoing:
     def close(self) -> None:
         if self._is_closed:
             return
-        self._is_closed = True
+        with self._packing:
+            self._is_closed = True
         for write in self._open:
             write.state = WriteState.FAILED
         self._open.clear()
@@ -145,11 +160,12 @@ class Outgoing:
 
     def _run(self) -> None:
         try:
-            self._send(self._join)
+            self._send(self._group)
             store = _join_store(*self._store_address)
-            group = _make_group(store, self._join.group, _WRITER, self._memory.device, self._host)
-            while (write := self._jobs.get()) is not None:
-                self._write(group, write)
+            group = _make_group(store, self._group.name, _WRITER, self._memory.device, self._host)
+            with self._memory.in_own_order():
+                while (write := self._jobs.get()) is not None:
+                    self._write(group, write)
         except (OSError, RuntimeError) as error:
             if not self._is_closed:
                 _log.warning("a link for KV broke", problem=str(error).splitlines()[0])
@@ -161,20 +177,28 @@ class Outgoing:
         rows = write.copies.rows
         self._send(_Header(rows.astype("<i8").tobytes(), write.notification))
         for piece in _pieces(rows):
-            group.send([self._memory.pack(piece)], _TARGET, 0).wait()
+            group.send([self._packed(piece)], _TARGET, 0).wait()
+            self._memory.settle(GROUP_TIMEOUT_S)
+
+    def _packed(self, rows: Rows) -> torch.Tensor:
+        with self._packing:
+            if self._is_closed:  # the blocks may hold something else by now
+                raise OSError("closed")
+            return self._memory.pack(rows)
 
     def _send(self, message: msgspec.Struct) -> None:
-        self._sending.sendall(frame(msgspec.msgpack.encode(message)))
+        self._sending.sendall(_framed(message))
 
 
 class Incoming:
     """The target's end; all its work is done by its own thread."""
 
     def __init__(self, connection: socket.socket, mine: Receiver) -> None:
-        connection.setblocking(True)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._connection = connection
         self._mine = mine
+        self._reader = FrameReader()
+        self._early: list[bytes] = []  # came together with the greeting
         self._is_shut = False
         self._thread = threading.Thread(target=self._run, name="kv-receive", daemon=True)
         self._thread.start()
@@ -195,31 +219,61 @@ class Incoming:
     def _run(self) -> None:
         try:
             with self._connection:
-                self._receive_all(_messages(self._connection))
+                name = self._greet()
+                if name is not None:
+                    self._receive_all(name, chain(self._early, self._messages()))
         except (OSError, RuntimeError, ValueError) as error:
             if not self._is_shut:
                 _log.warning("a link for KV broke", problem=str(error).splitlines()[0])
 
-    def _receive_all(self, messages: Iterator[bytes]) -> None:
+    def _greet(self) -> PeerName | None:
+        """Who writes; None when the connection ends first. Raises TimeoutError for those who do not
+        say it in time, and ValueError for strangers."""
+        deadline_s = time.monotonic() + GREETING_S
+        while not (messages := self._reader.take()):
+            self._connection.settimeout(max(0.0, deadline_s - time.monotonic()))
+            try:
+                is_open = self._reader.wait(self._connection)
+            except BlockingIOError as error:
+                raise TimeoutError("whoever connected did not say who it is") from error
+            if not is_open:
+                return None
+        self._connection.settimeout(None)
+        join = msgspec.msgpack.decode(messages[0], type=_Join)
+        if not secrets.compare_digest(join.token, self._mine.token):
+            raise ValueError("a stranger knocked")
+        self._early = messages[1:]
+        return PeerName(join.name)
+
+    def _receive_all(self, name: PeerName, messages: Iterator[bytes]) -> None:
         first = next(messages, None)
         if first is None:
             return
-        join = msgspec.msgpack.decode(first, type=_Join)
-        if not secrets.compare_digest(join.token, self._mine.token):
-            raise ValueError("a stranger knocked")
         mine = self._mine
-        group = _make_group(mine.store, join.group, _TARGET, mine.memory.device, mine.host)
-        for message in messages:
-            header = msgspec.msgpack.decode(message, type=_Header)
-            rows = np.frombuffer(header.rows, dtype="<i8").astype(np.int64).reshape(-1, 3)
-            self._check(rows)
-            for piece in _pieces(rows):
-                packed = mine.memory.empty(int(piece[:, 2].sum()))
-                group.recv([packed], _WRITER, 0).wait()
-                self._land(packed, piece)
-            if header.notification:
-                mine.arrived.append((PeerName(join.name), header.notification))
-            self._connection.sendall(frame(msgspec.msgpack.encode(_Ack())))
+        described = msgspec.msgpack.decode(first, type=_Group)
+        group = _make_group(mine.store, described.name, _TARGET, mine.memory.device, mine.host)
+        with mine.memory.in_own_order():
+            for message in messages:
+                self._receive(group, name, msgspec.msgpack.decode(message, type=_Header))
+
+    def _receive(self, group: Backend, name: PeerName, header: _Header) -> None:
+        memory = self._mine.memory
+        rows = np.frombuffer(header.rows, dtype="<i8").astype(np.int64).reshape(-1, 3)
+        self._check(rows)
+        for piece in _pieces(rows):
+            packed = memory.empty(int(piece[:, 2].sum()))
+            group.recv([packed], _WRITER, 0).wait()
+            # On a device the wait is not over yet; it may be long, and nobody may wait for it.
+            memory.settle(GROUP_TIMEOUT_S)
+            self._land(packed, piece)
+        if header.notification:
+            self._mine.arrived.append((name, header.notification))
+        self._connection.sendall(_framed(_Ack()))
+
+    def _messages(self) -> Iterator[bytes]:
+        """Waits for each; ends with the connection."""
+        while self._reader.wait(self._connection):
+            yield from self._reader.take()
 
     def _check(self, rows: Rows) -> None:
         targets, sizes = rows[:, 1], rows[:, 2]
@@ -289,11 +343,8 @@ def _pieces(rows: Rows) -> Iterator[Rows]:
         yield np.array(part, dtype=np.int64)
 
 
-def _messages(connection: socket.socket) -> Iterator[bytes]:
-    """Waits for each; ends with the connection."""
-    reader = FrameReader()
-    while reader.wait(connection):
-        yield from reader.take()
+def _framed(message: msgspec.Struct) -> bytes:
+    return frame(msgspec.msgpack.encode(message))
 
 
 def _shut(connection: socket.socket) -> None:

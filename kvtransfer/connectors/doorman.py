@@ -8,7 +8,8 @@
            ──notifications──▶            from then on, read by the connector
 
 The kernel says who has connected; only the same user is let in. A thread of its own answers, since
-nobody drives the connector of an idle instance; it sleeps in ``accept`` between peers.
+nobody drives the connector of an idle instance; it sleeps between peers. Callers are served side by
+side, so one that says nothing keeps nobody waiting.
 """
 
 from __future__ import annotations
@@ -16,19 +17,25 @@ from __future__ import annotations
 import os
 import queue
 import secrets
+import selectors
 import socket
 import struct
 import threading
+import time
 from contextlib import suppress
 
 import msgspec
 
 from isthmus.common.errors import HandshakeError
+from isthmus.common.logging import get_logger
 from isthmus.kvtransfer.interface import PeerName
 
 GREETING_S = 2.0
 _BACKLOG = 128
+_PAUSE_S = 0.05  # after a failure to let somebody in: too many open files, as a rule
 _MAX_GREETING_BYTES = 4096
+
+_log = get_logger("kvtransfer")
 
 
 class Address(msgspec.Struct, frozen=True):
@@ -56,35 +63,63 @@ class Doorman:
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind("\0" + self.address.name)
         self._listener.listen(_BACKLOG)
+        self._listener.setblocking(False)
+        self._closing = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="kv-doorman", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
+        self._closing.set()
         with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # which ends accept
+            self._listener.shutdown(socket.SHUT_RDWR)  # which wakes the thread
         self._thread.join(GREETING_S + 1)
         self._listener.close()
         while not self.arrived.empty():
             self.arrived.get()[1].close()
 
     def _serve(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return  # closed
-            try:
-                name = self._greet(connection)
-            except (OSError, msgspec.DecodeError):
-                connection.close()  # it has gone, or speaks something else
-                continue
-            if name is None:
-                connection.close()
-            else:
-                self.arrived.put((name, connection))
+        silent: dict[socket.socket, float] = {}  # and until when each may be, oldest first
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._listener, selectors.EVENT_READ)
+            while True:
+                patience = min(silent.values()) - time.monotonic() if silent else None
+                ready = [key.fileobj for key, _ in selector.select(patience)]
+                if self._closing.is_set():
+                    break
+                if self._listener in ready and (caller := self._accept()) is not None:
+                    selector.register(caller, selectors.EVENT_READ)
+                    silent[caller] = time.monotonic() + GREETING_S
+                now = time.monotonic()
+                for caller in [c for c, until in silent.items() if c in ready or now >= until]:
+                    selector.unregister(caller)
+                    del silent[caller]
+                    self._answer(caller)
+        for caller in silent:
+            caller.close()
+
+    def _accept(self) -> socket.socket | None:
+        try:
+            caller, _ = self._listener.accept()
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            if not self._closing.wait(_PAUSE_S):
+                _log.warning("nobody could be let in", problem=str(error))
+            return None
+        caller.setblocking(False)
+        return caller
+
+    def _answer(self, caller: socket.socket) -> None:
+        try:
+            name = self._greet(caller)
+        except (OSError, msgspec.DecodeError):  # it has gone, is silent, or speaks something else
+            name = None
+        if name is None:
+            caller.close()
+        else:
+            self.arrived.put((name, caller))
 
     def _greet(self, connection: socket.socket) -> PeerName | None:
-        connection.settimeout(GREETING_S)
         hello = msgspec.msgpack.decode(connection.recv(_MAX_GREETING_BYTES), type=_Hello)
         refusal = _foreign_user(connection)
         if not refusal and not secrets.compare_digest(hello.token, self.address.token):
@@ -94,7 +129,6 @@ class Doorman:
             connection.sendall(welcome)
             return None
         socket.send_fds(connection, [welcome], [self._fd])
-        connection.setblocking(False)
         return PeerName(hello.name)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import socket
@@ -95,6 +96,40 @@ def test_noise_at_the_door_does_not_keep_others_out(doorman: Doorman) -> None:
             caller.sendall(noise)
     connection, fd = visit(doorman.address, "polite")
     assert doorman.arrived.get(timeout=20)[0] == "polite"
+    connection.close()
+    os.close(fd)
+
+
+def test_callers_who_say_nothing_keep_nobody_waiting(doorman: Doorman) -> None:
+    silent = [socket.socket(socket.AF_UNIX) for _ in range(20)]
+    for caller in silent:
+        caller.connect("\0" + doorman.address.name)
+    connection, fd = visit(doorman.address, "polite")
+    assert doorman.arrived.get(timeout=20)[0] == "polite"
+    for caller in silent:  # sent away after a while
+        caller.settimeout(20)
+        assert caller.recv(1) == b""
+        caller.close()
+    connection.close()
+    os.close(fd)
+
+
+def test_door_opens_again_when_files_can_be_opened_again(
+    monkeypatch: pytest.MonkeyPatch, doorman: Doorman
+) -> None:
+    accept = socket.socket.accept
+    failures = [OSError(errno.EMFILE, "too many open files"), ConnectionAbortedError()]
+
+    def failing(listener: socket.socket) -> object:
+        if failures:
+            raise failures.pop()
+        return accept(listener)
+
+    monkeypatch.setattr(socket.socket, "accept", failing)
+    monkeypatch.setattr("isthmus.kvtransfer.connectors.doorman.GREETING_S", 20.0)
+    connection, fd = visit(doorman.address, "patient")
+    assert not failures
+    assert doorman.arrived.get(timeout=20)[0] == "patient"
     connection.close()
     os.close(fd)
 
