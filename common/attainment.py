@@ -1,7 +1,7 @@
 """What became of a request, in the words that goodput is counted in.
 
-A request is *good* when it finished without error and met all the targets it had. The gateway
-judges live requests and a simulator simulated ones, by the same function.
+A request is *good* when it finished without error and met all the targets it had. Live requests,
+simulated ones and those of a load generator are judged by the same functions.
 """
 
 from __future__ import annotations
@@ -34,6 +34,14 @@ class Verdict(Enum):
     __hash__ = object.__hash__  # looked up for every request
 
 
+_LATE = {
+    (False, True): Verdict.LATE_TTFT,
+    (True, False): Verdict.LATE_TPOT,
+    (False, False): Verdict.BOTH,
+}
+"""By whether it was in time for the TTFT and for the TPOT."""
+
+
 @dataclass(frozen=True, slots=True)
 class Measured:
     """Milliseconds; None = did not happen (no token yet, or too few for a TPOT)."""
@@ -45,14 +53,19 @@ class Measured:
 
 def judge(slo: Slo, measured: Measured) -> Verdict:
     """Of a request that finished. A target on what did not happen is met, but for the TTFT."""
+    is_in_time = meets_ttft(slo, measured), meets_tpot(slo, measured)
+    if is_in_time == (True, True):
+        return Verdict.LATE_E2E if _is_missed(slo.e2e_ms, measured.e2e_ms) else Verdict.GOOD
+    return _LATE[is_in_time]
+
+
+def meets_ttft(slo: Slo, measured: Measured) -> bool:
     has_no_token = slo.ttft_ms is not None and measured.ttft_ms is None
-    is_late_ttft = has_no_token or _is_missed(slo.ttft_ms, measured.ttft_ms)
-    is_late_tpot = _is_missed(slo.tpot_ms, measured.tpot_ms)
-    if is_late_ttft:
-        return Verdict.BOTH if is_late_tpot else Verdict.LATE_TTFT
-    if is_late_tpot:
-        return Verdict.LATE_TPOT
-    return Verdict.LATE_E2E if _is_missed(slo.e2e_ms, measured.e2e_ms) else Verdict.GOOD
+    return not (has_no_token or _is_missed(slo.ttft_ms, measured.ttft_ms))
+
+
+def meets_tpot(slo: Slo, measured: Measured) -> bool:
+    return not _is_missed(slo.tpot_ms, measured.tpot_ms)
 
 
 def judge_error(error: IsthmusError, *, has_begun: bool) -> Verdict:

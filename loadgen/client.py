@@ -17,6 +17,7 @@ _TOO_MANY, _UNAVAILABLE, _INFEASIBLE, _GATEWAY_TIMEOUT = 429, 503, 422, 504
 _REJECTIONS = frozenset({_TOO_MANY, _UNAVAILABLE, _INFEASIBLE, _GATEWAY_TIMEOUT})
 _OK = 200
 _PROBLEM_CHARS = 200
+_END = "data: [DONE]"
 
 
 @dataclass(slots=True)
@@ -101,38 +102,80 @@ class Endpoint:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class _Event:
+    error: str
+    num_tokens: int  # of the whole answer and of its prompt; 0 = not told
+    num_prompt_tokens: int
+    has_token: bool
+    is_last: bool
+
+    @classmethod
+    def parsed(cls, text: str) -> _Event:
+        """Raises ValueError for what is no event of a completion."""
+        try:
+            event = json.loads(text)
+            choices, usage = event.get("choices") or (), event.get("usage") or {}
+            return cls(
+                error=str(event.get("error") or ""),
+                num_tokens=int(usage["completion_tokens"]) if usage else 0,
+                num_prompt_tokens=int(usage["prompt_tokens"]) if usage else 0,
+                has_token=any(_is_token(choice) for choice in choices),
+                is_last=any(choice.get("finish_reason") is not None for choice in choices),
+            )
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            raise ValueError(f"{type(error).__name__} in {text!r}") from error
+
+
 async def _read_events(
     record: Record, response: httpx.Response, now_s: Callable[[], float]
 ) -> None:
-    num_chunks = 0
+    num_chunks, is_whole = 0, False
     async for line in response.aiter_lines():
-        if not line.startswith("data: ") or line == "data: [DONE]":
+        if not line.startswith("data: "):
             continue
-        event = json.loads(line[6:])
-        if event.get("error"):
-            record.status = Status.ERROR
-            record.problem = str(event["error"])[:_PROBLEM_CHARS]
+        if line == _END:
+            is_whole = True
+            continue
+        try:
+            event = _Event.parsed(line.removeprefix("data: "))
+        except ValueError as error:
+            _fail(record, f"an event that cannot be read: {error}")
             return
-        if usage := event.get("usage"):
-            record.num_tokens = usage["completion_tokens"]
-            record.num_prompt_tokens = usage["prompt_tokens"]
-        # A last chunk may bring no token but the reason why it is the last; a token that is part
-        # of a character brings no text.
-        if any(_is_token(choice) for choice in event.get("choices") or ()):
-            num_chunks += 1
-            record.last_s = now_s()
-            if num_chunks == 1:
-                record.first_s = record.last_s
-            elif num_chunks == 2:
-                record.second_s = record.last_s
-    if not num_chunks:
-        record.status, record.problem = Status.ERROR, "an answer without a token"
-        return
-    record.num_tokens = record.num_tokens or num_chunks
-    record.status = Status.DONE
+        if event.error:
+            _fail(record, event.error)
+            return
+        is_whole = is_whole or event.is_last
+        num_chunks += event.has_token
+        _take(record, event, num_chunks, now_s)
+    if not is_whole:
+        _fail(record, "an answer that was cut short")
+    elif not num_chunks:
+        _fail(record, "an answer without a token")
+    else:
+        record.num_tokens = record.num_tokens or num_chunks
+        record.status = Status.DONE
+
+
+def _take(record: Record, event: _Event, num_chunks: int, now_s: Callable[[], float]) -> None:
+    """``num_chunks``: with a token, this one included."""
+    record.num_tokens = event.num_tokens or record.num_tokens
+    record.num_prompt_tokens = event.num_prompt_tokens or record.num_prompt_tokens
+    if event.has_token:
+        record.last_s = now_s()
+        if num_chunks == 1:
+            record.first_s = record.last_s
+        elif num_chunks == 2:
+            record.second_s = record.last_s
+
+
+def _fail(record: Record, problem: str) -> None:
+    record.status, record.problem = Status.ERROR, problem[:_PROBLEM_CHARS]
 
 
 def _is_token(choice: Mapping[str, Any]) -> bool:
+    """A last chunk may bring no token but the reason why it is the last; a token that is part of a
+    character brings no text."""
     return bool(choice.get("text")) or choice.get("finish_reason") is None
 
 

@@ -16,6 +16,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from isthmus.common import attainment
+from isthmus.common.types import Slo
 from isthmus.workload import Call
 
 
@@ -36,12 +38,25 @@ class Verdict(Enum):
     TIMEOUT = "timeout"
 
 
+_FINISHED = {
+    attainment.Verdict.GOOD: Verdict.GOOD,
+    attainment.Verdict.LATE_TTFT: Verdict.LATE_TTFT,
+    attainment.Verdict.LATE_TPOT: Verdict.LATE_TPOT,
+    attainment.Verdict.BOTH: Verdict.LATE_BOTH,
+}
+"""Of calls that have no target of their whole time."""
+
+
 @dataclass(frozen=True, slots=True)
 class Targets:
     """Milliseconds; None = no target."""
 
     ttft_ms: float | None = None
     tpot_ms: float | None = None
+
+    @property
+    def slo(self) -> Slo:
+        return Slo(ttft_ms=self.ttft_ms, tpot_ms=self.tpot_ms)
 
     def scaled(self, factor: float) -> Targets:
         return Targets(
@@ -91,14 +106,5 @@ class Record:
     def verdict(self, targets: Targets) -> Verdict:
         if self.status is not Status.DONE:
             return Verdict(self.status.value)
-        late_ttft = _is_over(self.ttft_ms, targets.ttft_ms)
-        late_tpot = _is_over(self.tpot_ms, targets.tpot_ms)
-        if late_ttft and late_tpot:
-            return Verdict.LATE_BOTH
-        if late_ttft:
-            return Verdict.LATE_TTFT
-        return Verdict.LATE_TPOT if late_tpot else Verdict.GOOD
-
-
-def _is_over(value: float | None, limit: float | None) -> bool:
-    return value is not None and limit is not None and value > limit
+        measured = attainment.Measured(self.ttft_ms, self.tpot_ms, self.e2e_ms)
+        return _FINISHED[attainment.judge(targets.slo, measured)]

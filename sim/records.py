@@ -5,6 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from isthmus.common.attainment import (
+    Measured,
+    Verdict,
+    has_missed,
+    is_offered,
+    judge,
+    meets_tpot,
+    meets_ttft,
+)
 from isthmus.common.clock import NS_PER_MS
 from isthmus.sim.requests import SimRequest
 
@@ -15,6 +24,14 @@ class RequestEnd(Enum):
     CANCELLED = "cancelled"
     FAILED = "failed"
     UNFINISHED = "unfinished"  # the run ended first
+
+
+_VERDICTS = {
+    RequestEnd.REJECTED: Verdict.REJECTED,
+    RequestEnd.CANCELLED: Verdict.CANCELLED,
+    RequestEnd.FAILED: Verdict.ERROR,
+    RequestEnd.UNFINISHED: None,
+}
 
 
 @dataclass(eq=False, slots=True)
@@ -64,19 +81,42 @@ class Record:
         return (self.second_ns - self.first_ns) / NS_PER_MS
 
     @property
+    def measured(self) -> Measured:
+        return Measured(self.ttft_ms, self.tpot_ms, self.e2e_ms)
+
+    @property
     def meets_ttft(self) -> bool:
-        limit = self.request.slo.ttft_ms
-        return self.ttft_ms is not None and (limit is None or self.ttft_ms <= limit)
+        """False without a token, target or not: it was not served."""
+        return self.first_ns is not None and meets_ttft(self.request.slo, self.measured)
 
     @property
     def meets_tpot(self) -> bool:
         """Of a finished request; an output of one token has none to miss."""
-        limit, tpot_ms = self.request.slo.tpot_ms, self.tpot_ms
         is_finished = self.end is RequestEnd.FINISHED
-        return is_finished and (limit is None or tpot_ms is None or tpot_ms <= limit)
+        return is_finished and meets_tpot(self.request.slo, self.measured)
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """None for what the end of the run cut off, which no live request has. The run is over."""
+        assert self.end is not None, "the run is over"
+        if self.end is RequestEnd.FINISHED:
+            return judge(self.request.slo, self.measured)
+        return _VERDICTS[self.end]
 
     @property
     def is_good(self) -> bool:
-        limit, e2e_ms = self.request.slo.e2e_ms, self.e2e_ms
-        is_in_time = limit is None or (e2e_ms is not None and e2e_ms <= limit)
-        return self.meets_ttft and self.meets_tpot and is_in_time
+        return self.verdict is Verdict.GOOD
+
+    @property
+    def is_offered(self) -> bool:
+        if self.verdict is not Verdict.CANCELLED:
+            return True
+        return is_offered(Verdict.CANCELLED, has_missed=self._has_missed)
+
+    @property
+    def _has_missed(self) -> bool:
+        """Whether it had missed a target when it ended; of the TPOT nothing is known then, as the
+        tokens of an answer are not timed one by one."""
+        assert self.end_ns is not None, "the run is over"
+        elapsed_ms = (self.end_ns - self.request.arrival_ns) / NS_PER_MS
+        return has_missed(self.request.slo, self.measured, elapsed_ms)

@@ -17,7 +17,8 @@ from isthmus.workload.figures import Spread, spread
 @dataclass(frozen=True, slots=True)
 class ClassReport:
     """``attainment`` = good / offered; refused, failed and unfinished requests are offered and not
-    good, cancelled ones are neither. ``goodput`` = good / span of the arrivals."""
+    good, cancelled ones offered if they had missed a target. ``goodput`` = good / span of the
+    arrivals."""
 
     num_offered: int
     attainment: float
@@ -138,19 +139,13 @@ def make_report(name: str, cluster: SimCluster, warm_up: float = 0.0) -> SimRepo
 
 
 def verdict(record: Record) -> str:
-    """``isthmus_requests_total``'s outcomes: good, late_ttft, late_tpot, both, or how it ended."""
-    if record.end is not RequestEnd.FINISHED:
-        assert record.end is not None, "the run is over"
-        return str(record.end.value)
-    if record.meets_ttft and record.meets_tpot:
-        return "good" if record.is_good else "late_e2e"
-    if record.meets_ttft:
-        return "late_tpot"
-    return "late_ttft" if record.meets_tpot else "both"
+    """One of ``isthmus_requests_total``'s outcomes, or ``unfinished`` when the run ended first."""
+    found = record.verdict
+    return RequestEnd.UNFINISHED.value if found is None else found.value
 
 
 def _class_report(records: Sequence[Record], span_s: float) -> ClassReport:
-    offered = [record for record in records if record.end is not RequestEnd.CANCELLED]
+    offered = [record for record in records if record.is_offered]
     num_offered = max(1, len(offered))
     num_good = sum(record.is_good for record in offered)
     rejected = Counter(r.reason for r in offered if r.end is RequestEnd.REJECTED)

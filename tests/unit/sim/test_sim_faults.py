@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from isthmus.common.cluster import Role
 from isthmus.common.ids import InstanceId
+from isthmus.common.types import Slo
 from isthmus.sim.cluster import START_NS
 from isthmus.sim.records import RequestEnd
+from isthmus.sim.report import make_report
 from tests.support.sim_runs import MS, check_over, make_cluster, make_request, make_spec
 
 
@@ -78,6 +80,20 @@ def test_a_client_that_leaves_gives_everything_back_at_every_stage() -> None:
         cluster.run()
         assert [r.end for r in cluster.records] == [RequestEnd.CANCELLED, RequestEnd.FINISHED]
         check_over(cluster)
+
+
+def test_a_client_that_leaves_counts_as_offered_once_a_target_is_missed() -> None:
+    """As the gateway counts it."""
+    for leaves_ms, num_offered in ((20, 1), (40, 2)):
+        cluster = make_cluster(make_spec("m0", Role.MIXED))
+        slo = Slo("gold", ttft_ms=30)
+        leaves = make_request(0, prompt=600, output=60, slo=slo, cancel_ns=leaves_ms * MS)
+        cluster.offer([leaves, make_request(1, at_ms=5_000)])
+        cluster.run()
+        report = make_report("leaves", cluster)
+        assert report.total.verdicts == {"cancelled": 1, "good": 1}
+        assert report.total.num_offered == num_offered
+        assert report.total.attainment == 1 / num_offered
 
 
 def test_a_slow_instance_takes_longer_for_a_while() -> None:
