@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from isthmus.common import metrics
 from isthmus.common.attainment import Measured, Verdict, is_offered, judge, judge_error
 from isthmus.common.clock import NS_PER_MS, Clock
-from isthmus.common.errors import IsthmusError
+from isthmus.common.errors import InfeasibleSloError, IsthmusError
 from isthmus.common.logging import get_logger
 from isthmus.common.timeline import STAGES, Event
 from isthmus.common.types import LocalPrefillReason, RouteAction, RouteDecision
@@ -126,7 +126,9 @@ class Accounting:
             return
         decision = exchange.choices[0].decision
         if decision is not None:
-            self._offer.count_decision(decision.action.value, _REASONS[decision.action])
+            is_infeasible = decision.reason.startswith(InfeasibleSloError.code)
+            reason = InfeasibleSloError.code if is_infeasible else _REASONS[decision.action]
+            self._offer.count_decision(decision.action.value, reason)
             of_class = metrics_of(self._offer.slo_class)
             of_class.predicted_ttft.observe(decision.predicted_ttft_ms / MS_PER_S)
             of_class.predicted_tpot.observe(decision.predicted_tpot_ms / MS_PER_S)

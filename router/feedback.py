@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from isthmus.common import metrics
 from isthmus.common.clock import NS_PER_MS
 from isthmus.common.ids import DecisionId, InstanceId
-from isthmus.common.types import InstanceRef, RouteDecision
+from isthmus.common.types import InstanceRef, RouteAction, RouteDecision
 from isthmus.router.cluster_view import InstanceView
 from isthmus.router.knowledge import Knowledge
 from isthmus.router.policy import Candidate
@@ -45,6 +45,12 @@ class OpenDecision:
     tpot_ms: float
     tpot_quantile_ms: float
     failed: set[InstanceId] = field(default_factory=set)  # asked for the prompt in vain
+
+    @property
+    def counts_for_prices(self) -> bool:
+        """Who is served although a target cannot be met says nothing about scarcity, or was counted
+        when he was given up."""
+        return self.decision.action is not RouteAction.DEGRADE
 
     @property
     def kind(self) -> Kind:
@@ -125,7 +131,7 @@ class Feedback:
             return
         measured_ms = (now_ns - made.at_ns) / NS_PER_MS
         slo = made.query.slo
-        if slo.ttft_ms is not None:
+        if slo.ttft_ms is not None and made.counts_for_prices:
             is_late = made.elapsed_ms + measured_ms > slo.ttft_ms
             self._knowledge.prices.count(Stage.PREFILL, slo.quantile, is_late, now_ns)
         if made.failed:
@@ -164,7 +170,7 @@ class Feedback:
             )
         if outcome.tpot_ms is None:
             return
-        if slo.tpot_ms is not None:
+        if slo.tpot_ms is not None and made.counts_for_prices:
             is_late = outcome.tpot_ms > slo.tpot_ms
             self._knowledge.prices.count(Stage.DECODE, slo.quantile, is_late, now_ns)
         self._knowledge.residuals.observe(

@@ -49,6 +49,7 @@ OVERDUE = 2.0  # of its prediction, from which on a prompt's delay counts as wai
 NEAR_TIE_MS = 1.0
 MAX_LISTED = 4
 NEVER = float("inf")
+DECODE_FULL = "decode_full"  # an obstacle: no KV blocks or no place in the batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -539,7 +540,7 @@ def _obstacle(
     if not local.is_usable.any():
         return "no_decode_instance"
     if not (local.is_usable & ~decode.is_full).any():
-        return "decode_full"
+        return DECODE_FULL
     if not may_decode.any():
         return "tpot"
     if remote.is_usable.any() and not (starts & remote.is_usable).any():

@@ -26,6 +26,7 @@ from isthmus.common.errors import (
 )
 from isthmus.common.ids import RequestId
 from isthmus.common.types import RouteAction, RouteDecision
+from isthmus.router.goodput import DECODE_FULL
 from isthmus.router.holding import HeldQuery, HoldingQueue, Lane
 from isthmus.router.placement import Look
 from isthmus.router.types import RouteQuery
@@ -129,7 +130,8 @@ class Intake:
         if not self._queue.num_held(query.model) and look.weighed.candidates:
             self._queue.shares.served(query.tenant, None, weighed.work_ms, now_ns)
             is_late = latest_ns is None and slo.ttft_ms is not None
-            action = RouteAction.DEGRADE if is_late else RouteAction.ADMIT
+            is_degraded = is_late or look.is_infeasible
+            action = RouteAction.DEGRADE if is_degraded else RouteAction.ADMIT
             return self._admitted(query, look, action, now_ns)
         if self._queue.is_full:
             error = CapacityError(
@@ -231,7 +233,8 @@ class Intake:
                 self._give_up(held, None, now_ns, settled)
             elif look.weighed.candidates:
                 is_late = not is_on_time and held.query.slo.ttft_ms is not None
-                action = RouteAction.DEGRADE if is_late else RouteAction.QUEUE
+                is_degraded = is_late or look.is_infeasible
+                action = RouteAction.DEGRADE if is_degraded else RouteAction.QUEUE
                 self._queue.started(held, now_ns)
                 admitted = self._admitted(held.query, look, action, now_ns)
                 settled.append(Settled(held.query.request_id, admitted))
@@ -239,6 +242,8 @@ class Intake:
                 num_passed_over += 1
                 held.obstacle = look.weighed.obstacle
                 self._remember(model, look)
+                if is_aged and held.obstacle == DECODE_FULL:
+                    break  # else those behind it take each block that would make room for it
                 if look.weighed.ready_ms > 0:
                     wait_ms = min(wait_ms, max(1.0, look.weighed.ready_ms))
         return wait_ms

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from isthmus.common.clock import NS_PER_MS, Clock
 from isthmus.common.ids import InstanceId
-from isthmus.router.goodput import NEVER, Ask, GoodputPolicy, Weighed
+from isthmus.router.goodput import DECODE_FULL, NEVER, Ask, GoodputPolicy, Weighed
 from isthmus.router.knowledge import Knowledge
 from isthmus.router.prices import Stage
 from isthmus.router.quantiles import Kind, bucket_of
@@ -18,7 +18,7 @@ from isthmus.router.state import RouterState
 from isthmus.router.table import ClusterTable
 from isthmus.router.types import RouteQuery
 
-_OF_DECODE = frozenset({"tpot", "decode_full"})
+_OF_DECODE = frozenset({"tpot", DECODE_FULL})
 
 
 @dataclass(slots=True)
@@ -75,17 +75,24 @@ class Placement:
             ask = replace(ask, quantile=min(0.5, ask.quantile))
         prices = self._knowledge.prices.current
         now_ms = now_ns / NS_PER_MS
+
+        def weigh(ask: Ask) -> list[Weighed]:
+            weigh_one = self._policy.weigh
+            return [weigh_one(table, query, depths, ask, prices, now_ms) for table in tables]
+
+        all_weighed, slo = weigh(ask), query.slo
+        least_ttft_ms = min((weighed.least_ttft_ms for weighed in all_weighed), default=NEVER)
+        least_tpot_ms = min((weighed.least_tpot_ms for weighed in all_weighed), default=NEVER)
+        if ask.tpot_ms is not None and least_tpot_ms > ask.tpot_ms:
+            # Nothing to wait for: nobody will ever meet it.
+            ask = replace(ask, tpot_ms=None)
+            all_weighed = weigh(ask)
         best: Weighed | None = None
-        least_ttft_ms = least_tpot_ms = NEVER
-        for table in tables:
-            weighed = self._policy.weigh(table, query, depths, ask, prices, now_ms)
-            least_ttft_ms = min(least_ttft_ms, weighed.least_ttft_ms)
-            least_tpot_ms = min(least_tpot_ms, weighed.least_tpot_ms)
+        for weighed in all_weighed:
             if weighed.work_ms < NEVER and (best is None or _is_better(weighed, best)):
                 best = weighed
         if best is None:
             return None
-        slo = query.slo
         return Look(
             ask,
             best,

@@ -189,15 +189,22 @@ def cached_tokens(view: InstanceView, query: RouteQuery, depth: int) -> int:
 
 
 def burden(
-    query: RouteQuery, prefill: PrefillOption, decode: DecodeOption, output_tokens: int
+    query: RouteQuery,
+    prefill: PrefillOption,
+    decode: DecodeOption,
+    output_tokens: int,
+    *,
+    is_spared: bool = True,
 ) -> Burden:
-    """What the ledger books for a request that is sent to this pair."""
+    """What the ledger books for a request that is sent to this pair. ``is_spared``: newcomers leave
+    it its TPOT target."""
+    limit_ms = query.slo.tpot_ms if is_spared else None
     return Burden(
         prefill_tokens=prefill.uncached_tokens,
         prefill_ms=prefill.prefill_ms / prefill.factor,
         context_tokens=query.num_prompt_tokens + output_tokens // 2,
         blocks=query.num_prompt_tokens // decode.view.block_size + 1,
-        tpot_limit_ms=NO_LIMIT if query.slo.tpot_ms is None else query.slo.tpot_ms,
+        tpot_limit_ms=NO_LIMIT if limit_ms is None else limit_ms,
     )
 
 

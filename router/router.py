@@ -15,7 +15,7 @@ from isthmus.common import metrics
 from isthmus.common.clock import NS_PER_MS, Clock
 from isthmus.common.cluster import Role
 from isthmus.common.config import RouterConfig
-from isthmus.common.errors import IsthmusError
+from isthmus.common.errors import InfeasibleSloError, IsthmusError
 from isthmus.common.ids import DecisionId, InstanceId, RequestId, new_decision_id
 from isthmus.common.types import InstanceRef, RouteAction, RouteDecision
 from isthmus.router.admission import FilterReason, filter_reason, overload, refusal
@@ -219,8 +219,13 @@ class Router:
         now_ns: int,
         action: RouteAction,
         others: Sequence[PrefillOption] = (),
+        *,
+        is_infeasible: bool = False,
     ) -> RouteDecision:
+        """``is_infeasible``: served though no instance, however idle, meets its targets: the
+        decision's ``reason`` begins with that, and nobody need spare it."""
         chosen = candidates[0]
+        tag = f"{InfeasibleSloError.code}: " if is_infeasible else ""
         decode, prefill = chosen.decode.view, chosen.prefill.view
         decision = RouteDecision(
             decision_id=new_decision_id(),
@@ -234,7 +239,7 @@ class Router:
             predicted_ttft_ms=chosen.prefill.ttft_ms,
             predicted_tpot_ms=chosen.decode.tpot_ms,
             policy=self.policy_name,
-            reason=f"first of {len(candidates)} candidates",
+            reason=f"{tag}first of {len(candidates)} candidates",
             expires_ns=self._clock.now_ns() + self._config.reservation_ttl_ms * NS_PER_MS,
         )
         output_tokens = self.knowledge.lengths.expected(
@@ -244,7 +249,9 @@ class Router:
             decision.decision_id,
             prefill.instance_id,
             decode.instance_id,
-            burden(query, chosen.prefill, chosen.decode, output_tokens),
+            burden(
+                query, chosen.prefill, chosen.decode, output_tokens, is_spared=not is_infeasible
+            ),
             now_ns,
         )
         self._turn += 1
@@ -283,7 +290,7 @@ class Router:
         self, query: RouteQuery, look: Look, action: RouteAction, now_ns: int
     ) -> RouteDecision:
         candidates = look.weighed.candidates
-        decision = self._commit(query, candidates, now_ns, action)
+        decision = self._commit(query, candidates, now_ns, action, is_infeasible=look.is_infeasible)
         record = DecisionRecord.of(query, self._left_out(query, now_ns), self._clock.now_ns())
         self.log.add(record.decided(decision, candidates))
         return decision

@@ -8,10 +8,11 @@ import pytest
 
 from isthmus.common.cluster import Role
 from isthmus.common.errors import SloShedError
-from isthmus.common.ids import InstanceId
-from isthmus.common.types import Slo
+from isthmus.common.ids import InstanceId, RequestId
+from isthmus.common.types import RouteAction, Slo
 from isthmus.router import Outcome, RouteQuery
-from isthmus.router.verdict import Admitted, Rejected
+from isthmus.router.prices import PriceBook, Stage
+from isthmus.router.verdict import Admitted, Held, Rejected
 from tests.support.router_cluster import LATENCY, Cluster, make_query
 
 STRICT = Slo("strict", ttft_ms=1_000, is_strict=True)
@@ -113,3 +114,81 @@ def test_absence_of_the_quick_instance_is_no_reason_to_call_a_target_infeasible(
     assert isinstance(verdict, Rejected)
     assert isinstance(verdict.error, SloShedError)
     assert isinstance(cluster.router.submit(ask(cluster, "d", 600, slo=STRICT)), Admitted)
+
+
+def test_best_effort_with_a_step_target_that_nobody_meets_is_served_at_once_and_told_so() -> None:
+    cluster = cluster_of()
+    quick = Slo("quick", tpot_ms=10)
+    for number in range(2):
+        query = ask(cluster, f"quick{number}", 100, slo=quick)
+        verdict = cluster.router.submit(query)
+        assert isinstance(verdict, Admitted)
+        assert verdict.decision.action is RouteAction.DEGRADE
+        assert verdict.decision.reason.startswith("slo_infeasible")
+        cluster.router.report(verdict.decision.decision_id, Outcome.first_token())
+    # Nor does anybody wait for what it cannot have anyway.
+    verdict = cluster.router.submit(ask(cluster, "other", 100))
+    assert isinstance(verdict, Admitted)
+    assert verdict.decision.action is RouteAction.ADMIT
+    assert not verdict.decision.reason.startswith("slo_infeasible")
+    cluster.check()
+
+
+def test_prompt_with_much_kv_gets_its_turn_when_it_has_waited_long() -> None:
+    cluster = cluster_of(ageing_ms=1_000)
+    cluster.report("d0", running_seqs=4, running_context_tokens=4_000, free_blocks=100)
+    assert isinstance(cluster.router.submit(ask(cluster, "much", 3_000)), Held)
+
+    def small(name: str) -> list[RequestId]:
+        cluster.clock.advance_ms(200)
+        cluster.report("p0")
+        cluster.report("d0", running_seqs=4, running_context_tokens=4_000, free_blocks=100)
+        assert isinstance(cluster.router.submit(ask(cluster, name, 100)), Held)
+        return [settled.request_id for settled in cluster.router.tick()]
+
+    assert small("before") == ["before"]
+    cluster.clock.advance_ms(1_000)
+    assert small("behind") == []
+    cluster.report("p0")
+    cluster.report("d0", running_seqs=1, running_context_tokens=1_000, free_blocks=900)
+    assert cluster.router.tick()[0].request_id == "much"
+    cluster.check()
+
+
+def test_prices_count_nobody_twice_and_no_request_for_its_size(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    counted: list[bool] = []
+
+    def count(
+        self: PriceBook, stage: Stage, quantile: float, has_missed: bool, now_ns: int
+    ) -> None:
+        counted.append(has_missed)
+
+    monkeypatch.setattr(PriceBook, "count", count)
+    cluster = cluster_of()
+    keen = Slo("keen", ttft_ms=1_000)
+    large = cluster.router.submit(ask(cluster, "large", 2_000, slo=keen))
+    assert isinstance(large, Admitted)
+    cluster.clock.advance_ms(2_100)
+    cluster.router.report(large.decision.decision_id, Outcome.first_token())
+    cluster.router.report(large.decision.decision_id, Outcome.finished(25.0))
+    assert counted == []
+    made: dict[str, Admitted] = {}
+    for number in range(8):
+        verdict = cluster.router.submit(ask(cluster, str(number), 600, slo=keen))
+        if isinstance(verdict, Admitted):
+            made[str(number)] = verdict
+    for _ in range(20):
+        for settled in cluster.router.tick():
+            assert isinstance(settled.verdict, Admitted)
+            made[settled.request_id] = settled.verdict
+        cluster.clock.advance_ms(700)
+        for verdict in list(made.values()):
+            cluster.router.report(verdict.decision.decision_id, Outcome.first_token())
+            cluster.router.report(verdict.decision.decision_id, Outcome.finished(25.0))
+        cluster.report("p0")
+        cluster.report("d0")
+    assert len(made) == 8
+    assert any(one.decision.action is RouteAction.DEGRADE for one in made.values())
+    assert len(counted) == 8
