@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from enum import Enum
 
@@ -17,7 +17,7 @@ import grpc.aio
 from isthmus.common.errors import HandshakeError, InstanceLostError, IsthmusError, StaleEpochError
 from isthmus.common.ids import InstanceId, TransferId
 from isthmus.common.logging import get_logger
-from isthmus.common.prefill import PrefillUpdate
+from isthmus.common.prefill import PrefillFailed, PrefillUpdate
 from isthmus.common.rpc import create_channel, error_from_rpc
 from isthmus.common.transfer import TransferTicket
 from isthmus.common.types import InstanceRef, Request
@@ -149,8 +149,25 @@ class PrefillClient:
     async def prefill(
         self, ref: InstanceRef, request: Request, ticket: TransferTicket
     ) -> AsyncGenerator[PrefillUpdate, None]:
-        """The updates of one call. Raises InstanceLostError when the stream breaks, and what the
-        instance says. Closing the iterator cancels the call."""
+        """The updates of one call, made again after a handshake where the instance knows nothing of
+        one. Raises InstanceLostError when the stream breaks, what the instance says and what
+        ``ensure_handshake`` raises. Closing the iterator cancels the call."""
+        async with aclosing(self._prefill(ref, request, ticket)) as updates:
+            async for update in updates:
+                if isinstance(update, PrefillFailed) and isinstance(update.error, HandshakeError):
+                    break
+                yield update
+            else:
+                return
+        # It has dropped this instance, whose writes did not end or that it missed for too long.
+        await self._shake_hands(ref)
+        async with aclosing(self._prefill(ref, request, ticket)) as updates:
+            async for update in updates:
+                yield update
+
+    async def _prefill(
+        self, ref: InstanceRef, request: Request, ticket: TransferTicket
+    ) -> AsyncGenerator[PrefillUpdate, None]:
         stub = prefill_pb2_grpc.PrefillServiceStub(self._channel(ref))
         call = stub.Prefill(
             prefill_pb2.PrefillRequest(request=request_to_pb(request), ticket=ticket_to_pb(ticket)),

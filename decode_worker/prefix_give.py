@@ -64,7 +64,9 @@ class PrefixGive:
             self._session.cancel()
 
     async def end(self) -> None:
-        """Stops, and returns when no block is read any more or the quarantine has passed."""
+        """Stops, and returns when no block is read any more; a peer whose writes do not end within
+        the quarantine is dropped."""
         if self._session is not None:
             self._session.cancel()
             await self._session.quiesce()
+            await self._transfers.sever(self._session)

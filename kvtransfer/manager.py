@@ -165,6 +165,17 @@ class TransferManager:
         await self._peers.forget(instance_id, lost, is_gone)
         self._look()
 
+    async def sever(self, session: SendSession) -> None:
+        """For an ended session whose writes do not end by themselves (a stopped peer, a link that
+        is dead): takes its peer from the connector, which fails them. Returns when no source block
+        is read any more.
+
+        The peer's other sessions fail with it; it becomes a peer again by a handshake."""
+        if not session.is_quiet and self._peers.find(session.ticket.target) is not None:
+            self._log.warning("sever", "writes do not end", peer=session.ticket.target.instance_id)
+            await self.forget(session.ticket.target.instance_id)
+        await session.at_rest()
+
     def _peer_leaves(self, instance_id: InstanceId, error: IsthmusError, is_gone: bool) -> None:
         for receive in list(self._receives.values()):
             if receive.ticket.source.instance_id == instance_id:

@@ -6,9 +6,10 @@
         └────────────┴───────────────┴─────────▶ FAILED │ CANCELLED │ EXPIRED
 
 A session is made only towards a peer that has shaken hands, so it begins CONNECTED. It reads its
-source blocks until it is quiet: the worker keeps its hold on them until ``drained`` or ``quiesce``
-has returned. Ending badly stops every write that is not yet posted and, once the posted ones have
-ended, tells the receiver so (ABORTED), with QUIET when nothing of them can still land.
+source blocks until it is quiet: the worker keeps its hold on them until ``drained`` has returned,
+or the manager's ``sever`` where ``quiesce`` waited in vain. Ending badly stops every write that is
+not yet posted and, once the posted ones have ended, tells the receiver so (ABORTED), with QUIET
+when nothing of them can still land.
 """
 
 from __future__ import annotations
@@ -247,6 +248,11 @@ class SendSession:
         except TimeoutError:
             return False
         return not self._may_still_land
+
+    async def at_rest(self) -> None:
+        """For an ended session: returns when none of its writes is in flight, however long that
+        takes; ``TransferManager.sever`` bounds it."""
+        await self._quiet.wait()
 
     # --- for the manager -----------------------------------------------------------------------
 

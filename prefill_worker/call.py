@@ -8,14 +8,15 @@
 
 COMPUTING owns the sequence, its blocks and the send session; SENDING the blocks (as a hold) and
 the session. Whatever the end, the order is: stop computing, end the session, wait until none of
-its writes is in flight, release the hold. Only then is the call settled.
+its writes is in flight (a peer whose writes do not end is dropped), release the hold. Only then is
+the call settled.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from enum import Enum
 
@@ -81,8 +82,10 @@ class PrefillCall:
         session: SendSession,
         engine: EngineCore,
         clock: Clock,
+        sever: Callable[[SendSession], Awaitable[None]],
         layers_per_push: int = 0,
     ) -> None:
+        """``sever`` is ``TransferManager.sever``."""
         self.request = request
         self.ticket = ticket
         self.session = session
@@ -92,6 +95,7 @@ class PrefillCall:
         self.updates: asyncio.Queue[PrefillUpdate | None] = asyncio.Queue()
         self._engine = engine
         self._clock = clock
+        self._sever = sever
         target = session.target_layout  # its blocks may be of another size than the engine's
         layers = LayerSteps(target.num_layers, target.layer_bytes, layers_per_push)
         self._feed = ChunkFeed(
@@ -217,5 +221,6 @@ class PrefillCall:
         self._engine.abort(self.request.request_id)
         self.session.cancel()
         is_quiet = await self.session.quiesce()
+        await self._sever(self.session)
         self._engine.release_hold(self.request.request_id)
         return is_quiet

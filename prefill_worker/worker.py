@@ -118,6 +118,7 @@ class PrefillWorker:
             session,
             runtime.engine,
             runtime.clock,
+            runtime.transfers.sever,
             runtime.config.transfer.layers_per_push,
         )
         try:
