@@ -26,7 +26,7 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from isthmus.common.clock import Clock
-from isthmus.kvtransfer.interface import Connector, MemoryRegion, PeerName
+from isthmus.kvtransfer.interface import Connector, MemoryRegion, PeerName, Reached, Reaching
 from isthmus.kvtransfer.lane import Lane, hopeless, refusal, unforeseen
 from isthmus.kvtransfer.link import LinkEstimate
 from isthmus.kvtransfer.writes import Outcome, Sweep, Write
@@ -57,6 +57,7 @@ class ConnectorDriver:
         self._removed: set[PeerName] = set()
         self.num_open_writes = 0  # submitted and not yet reported as ended
         self.open_bytes = 0
+        self._is_closing = False
         self._thread.start()
 
     def submit(self, write: Write) -> None:
@@ -105,11 +106,17 @@ class ConnectorDriver:
 
     async def add_peer(self, metadata: bytes, region: MemoryRegion, timeout_s: float) -> PeerName:
         """Raises HandshakeError from the connector and TimeoutError when it takes too long."""
-        future = self._call(lambda: self._connector.add_peer(metadata, region))
+        connector = self._connector
+        if isinstance(connector, Reaching):
+            future = self._reach(connector, metadata, region)
+        else:
+            future = self._call(lambda: connector.add_peer(metadata, region))
         try:
             return await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(future)), timeout_s)
         except (TimeoutError, asyncio.CancelledError):
-            # The call cannot be interrupted: whatever it still brings is taken back.
+            # The call cannot be interrupted: whatever it still brings is taken back, before another
+            # call can make the same peer anew.
+            future.cancel()
             self._jobs.put(lambda: self._discard(future))
             raise
 
@@ -120,6 +127,7 @@ class ConnectorDriver:
 
     async def close(self, timeout_s: float) -> bool:
         """False when the connector did not close in time; its thread is then left behind."""
+        self._is_closing = True
         future = self._call(self._connector.close)
         self._jobs.put(None)
         try:
@@ -128,6 +136,29 @@ class ConnectorDriver:
             return False
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
+
+    def _reach(
+        self, connector: Reaching, metadata: bytes, region: MemoryRegion
+    ) -> Future[PeerName]:
+        """Waits for the peer on a thread of its own: the connector's would make all peers wait."""
+        future: Future[PeerName] = Future()
+
+        def reach() -> None:
+            try:
+                reached = connector.reach(metadata, region)
+            except BaseException as error:  # noqa: BLE001 - handed to whoever awaits the peer
+                if future.set_running_or_notify_cancel():
+                    future.set_exception(error)
+                return
+            if self._is_closing:  # nobody would admit it
+                reached.drop()
+                future.cancel()
+                return
+            self._woken.set()
+            self._jobs.put(lambda: _admit(reached, future))
+
+        threading.Thread(target=reach, name="kv-reach", daemon=True).start()
+        return future
 
     # --- on the connector's thread -------------------------------------------------------------
 
@@ -141,10 +172,7 @@ class ConnectorDriver:
         def job() -> None:
             if not future.set_running_or_notify_cancel():
                 return
-            try:
-                future.set_result(function())
-            except BaseException as error:  # noqa: BLE001 - handed to whoever awaits the call
-                future.set_exception(error)
+            _fulfil(future, function)
 
         self._woken.set()  # before the job is there, which begins by clearing it if it is a sweep
         self._jobs.put(job)
@@ -225,3 +253,17 @@ class ConnectorDriver:
     def _is_over(self, peer: PeerName) -> bool:
         lane = self._lanes.get(peer)
         return lane is None or lane.is_empty
+
+
+def _fulfil(future: Future[T], function: Callable[[], T]) -> None:
+    try:
+        future.set_result(function())
+    except BaseException as error:  # noqa: BLE001 - handed to whoever awaits the call
+        future.set_exception(error)
+
+
+def _admit(reached: Reached, future: Future[PeerName]) -> None:
+    if future.set_running_or_notify_cancel():
+        _fulfil(future, reached.admit)
+    else:
+        reached.drop()

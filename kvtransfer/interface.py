@@ -7,10 +7,10 @@ keep it off the event loop.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import NewType, Protocol
+from typing import NewType, Protocol, runtime_checkable
 
 PeerName = NewType("PeerName", str)
 WriteHandle = NewType("WriteHandle", int)
@@ -39,6 +39,26 @@ class CopyOp:
     source_offset: int
     target_offset: int
     num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reached:
+    """A peer that has answered and is none yet."""
+
+    admit: Callable[[], PeerName]
+    """The rest of ``add_peer``, on the connector's thread. Raises HandshakeError."""
+    drop: Callable[[], None]
+    """Instead of that, from any thread."""
+
+
+@runtime_checkable
+class Reaching(Protocol):
+    """A connector whose ``add_peer`` waits for the peer. It also does that in two steps, so that
+    meanwhile its thread is there for the others."""
+
+    def reach(self, metadata: bytes, region: MemoryRegion) -> Reached:
+        """All that waits, from any thread; raises like ``add_peer``."""
+        ...
 
 
 class Connector(Protocol):

@@ -1,14 +1,15 @@
 """Who this instance exchanges KV with: one peer an instance id, at its newest epoch.
 
 A peer has ranks, and so has this instance: those meet that have KV for each other (``routes``). The
-table and the connectors' own lists change together, under one lock: a peer is there with all its
-ranks or not at all. An epoch that has been replaced stays refused even after its successor is
-forgotten.
+table and the connectors' own lists change together, under a lock for each instance: a peer is there
+with all its ranks or not at all, and one that does not answer keeps no other waiting. An epoch that
+has been replaced stays refused even after its successor is forgotten.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -65,7 +66,7 @@ class PeerTable:
         self._by_id: dict[InstanceId, Peer] = {}
         self._by_name: dict[tuple[int, PeerName], tuple[Peer, int]] = {}
         self._newest: dict[InstanceId, InstanceRef] = {}
-        self._changing = asyncio.Lock()
+        self._changing: defaultdict[InstanceId, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     def __iter__(self) -> Iterator[Peer]:
         return iter(self._by_id.values())
@@ -100,7 +101,7 @@ class PeerTable:
         connector = negotiate(self._ours, offer)
         check(offer)
         ref = offer.instance
-        async with self._changing:
+        async with self._changing[ref.instance_id]:
             self.check_epoch(ref)
             known = self.find(ref)
             if known is not None:
@@ -123,7 +124,7 @@ class PeerTable:
 
     async def forget(self, instance_id: InstanceId, error: IsthmusError, is_gone: bool) -> None:
         self._on_leave(instance_id, error, is_gone)  # at once, whatever holds the lock
-        async with self._changing:
+        async with self._changing[instance_id]:
             await self._drop(instance_id, error, is_gone)
 
     async def _drop(self, instance_id: InstanceId, error: IsthmusError, is_gone: bool) -> None:

@@ -22,6 +22,7 @@ import itertools
 import secrets
 import socket
 from collections.abc import Sequence
+from functools import partial
 
 import msgspec
 
@@ -40,6 +41,7 @@ from isthmus.kvtransfer.interface import (
     CopyOp,
     MemoryRegion,
     PeerName,
+    Reached,
     WriteHandle,
     WriteState,
 )
@@ -95,20 +97,24 @@ class CollectiveConnector:
         return msgspec.msgpack.encode(_Metadata(self._me, self._host, *ports, self._token))
 
     def add_peer(self, metadata: bytes, region: MemoryRegion) -> PeerName:
+        return self.reach(metadata, region).admit()
+
+    def reach(self, metadata: bytes, region: MemoryRegion) -> Reached:
+        mine = self._mine
         try:
             theirs = msgspec.msgpack.decode(metadata, type=_Metadata)
         except msgspec.DecodeError as error:
             raise HandshakeError(
                 "not a collective connector's metadata", stage="handshake"
             ) from error
-        if self._mine is None:
+        if mine is None:
             raise HandshakeError("no region is registered", stage="handshake")
         peer = PeerName(theirs.name)
         try:
             connection = socket.create_connection((theirs.host, theirs.port), _CONNECT_S)
             store_address = (theirs.host, theirs.store_port)
             try:
-                link = Outgoing(connection, self._mine, self._me, theirs.token, store_address)
+                link = Outgoing(connection, mine, self._me, theirs.token, store_address)
             except OSError:
                 connection.close()
                 raise
@@ -117,6 +123,12 @@ class CollectiveConnector:
                 f"{peer} does not answer at {theirs.host}:{theirs.port}: {error}",
                 stage="handshake",
             ) from error
+        return Reached(partial(self._admit, peer, link, region), link.close)
+
+    def _admit(self, peer: PeerName, link: Outgoing, region: MemoryRegion) -> PeerName:
+        if self._mine is None:
+            link.close()
+            raise HandshakeError("this end has closed", stage="handshake")
         self.remove_peer(peer)
         self._outgoing[peer] = link, region
         return peer

@@ -22,6 +22,7 @@ import os
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 
@@ -37,6 +38,7 @@ from isthmus.kvtransfer.interface import (
     CopyOp,
     MemoryRegion,
     PeerName,
+    Reached,
     WriteHandle,
     WriteState,
 )
@@ -123,6 +125,9 @@ class ShmConnector:
         return msgspec.msgpack.encode(_Metadata(self._me, self.domain, self._doorman.address))
 
     def add_peer(self, metadata: bytes, region: MemoryRegion) -> PeerName:
+        return self.reach(metadata, region).admit()
+
+    def reach(self, metadata: bytes, region: MemoryRegion) -> Reached:
         try:
             theirs = msgspec.msgpack.decode(metadata, type=_Metadata)
         except msgspec.DecodeError as error:
@@ -142,8 +147,15 @@ class ShmConnector:
             raise
         finally:
             os.close(fd)
+        target = _Target(region, mapping, _address(mapping), connection)
+        return Reached(partial(self._admit, peer, target), target.close)
+
+    def _admit(self, peer: PeerName, target: _Target) -> PeerName:
+        if self._doorman is None:
+            target.close()
+            raise HandshakeError("this end has closed", stage="handshake")
         self.remove_peer(peer)
-        self._targets[peer] = _Target(region, mapping, _address(mapping), connection)
+        self._targets[peer] = target
         return peer
 
     def remove_peer(self, peer: PeerName) -> None:

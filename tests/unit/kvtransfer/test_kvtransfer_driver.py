@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable, Sequence
 
@@ -15,6 +16,7 @@ from isthmus.kvtransfer.interface import (
     CopyOp,
     MemoryRegion,
     PeerName,
+    Reached,
     WriteHandle,
     WriteState,
 )
@@ -392,6 +394,55 @@ async def test_peer_that_comes_too_late_is_removed_again(monkeypatch: pytest.Mon
     await rig.driver.sweep()
     assert rig.connector.removed == [PEER]
     assert await rig.driver.close(5)
+
+
+class ReachingConnector(ScriptedConnector):
+    """Peers answer when the gate opens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_dropped = 0
+        self.num_admitted = 0
+
+    def reach(self, metadata: bytes, region: MemoryRegion) -> Reached:
+        self.gate.wait()
+        return Reached(self._admit, self._drop)
+
+    def _admit(self) -> PeerName:
+        self._called("admit")
+        self.num_admitted += 1
+        return PEER
+
+    def _drop(self) -> None:
+        self.num_dropped += 1
+
+
+async def test_peer_that_does_not_answer_keeps_no_other_waiting() -> None:
+    connector = ReachingConnector()
+    connector.gate.clear()
+    driver = ConnectorDriver(connector, VirtualClock(0))
+    adding = asyncio.ensure_future(driver.add_peer(b"", MemoryRegion(0, 1), 20))
+    driver.submit(Write(OTHER, (CopyOp(0, 0, SIZE),), b"n", 10**9, Owner()))
+    await asyncio.wait_for(driver.sweep(), 20)
+    assert connector.posted == [OTHER]
+    connector.gate.set()
+    assert await adding == PEER
+    assert await driver.close(20)
+    assert len(connector.threads) == 1
+
+
+async def test_peer_that_answers_too_late_is_never_admitted() -> None:
+    """It could take the place of the same peer, met again meanwhile."""
+    connector = ReachingConnector()
+    connector.gate.clear()
+    driver = ConnectorDriver(connector, VirtualClock(0))
+    with pytest.raises(TimeoutError):
+        await driver.add_peer(b"", MemoryRegion(0, 1), 0.01)
+    connector.gate.set()
+    await poll_until(lambda: connector.num_dropped == 1)
+    assert connector.num_admitted == 0
+    assert connector.removed == []
+    assert await driver.close(20)
 
 
 async def test_hanging_connector_does_not_hang_close(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from isthmus.common.errors import (
     TransferTimeoutError,
 )
 from isthmus.common.ids import BlockId, InstanceId
-from isthmus.common.transfer import Checksum, TransferTicket
+from isthmus.common.transfer import Checksum, RankEndpoint, TransferTicket
 from isthmus.kvtransfer.connectors.local import LocalFabric
 from isthmus.kvtransfer.interface import PeerName
 from isthmus.kvtransfer.notification import Flags, Notification
@@ -60,6 +60,35 @@ async def test_layout_mismatch_leaves_no_peer() -> None:
             await pair.prefill.manager.answer(other.manager.offer())
         assert not pair.prefill.manager.knows(other.ref)
         await other.manager.close()
+
+
+async def test_peer_that_does_not_answer_keeps_no_other_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with transfer_pair() as pair:
+        silent, other = (
+            TransferEnd(name, 1, pair.fabric, pair.clock) for name in ("decode-8", "decode-9")
+        )
+        port, asked, gate = pair.prefill.stores.ports[0], asyncio.Event(), asyncio.Event()
+        add_peer = port.add_peer
+
+        async def answers_late(peer: RankEndpoint, connector: str, timeout_s: float) -> PeerName:
+            if peer == silent.manager.offer().ranks[0]:
+                asked.set()
+                await gate.wait()
+            return await add_peer(peer, connector, timeout_s)
+
+        monkeypatch.setattr(port, "add_peer", answers_late)
+        waiting = asyncio.ensure_future(pair.prefill.manager.answer(silent.manager.offer()))
+        await asyncio.wait_for(asked.wait(), 20)
+        await asyncio.wait_for(pair.prefill.manager.answer(other.manager.offer()), 20)
+        assert pair.prefill.manager.knows(other.ref)
+        assert not pair.prefill.manager.knows(silent.ref)
+        gate.set()
+        await waiting
+        assert pair.prefill.manager.knows(silent.ref)
+        for end in (silent, other):
+            await end.manager.close()
 
 
 async def test_unreachable_peer_is_a_handshake_error() -> None:
