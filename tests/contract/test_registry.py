@@ -13,7 +13,7 @@ from isthmus.common.errors import InstanceLostError, StaleEpochError
 from isthmus.common.registry import MemoryRegistry, Registry, WatchEvent, resume_watch
 from isthmus.common.registry.embedded import EmbeddedRegistryClient, RegistryServer
 
-SHORT_S = 5.0
+SHORT_S = 60.0
 OpenRegistry = Callable[[VirtualClock], "asynccontextmanager[tuple[Registry, MemoryRegistry]]"]
 
 

@@ -71,7 +71,7 @@ class Pair:
         """Of the decode instance, by side and state."""
         async with create_channel(self.infos[1].address) as channel:
             stub = instance_pb2_grpc.InstanceServiceStub(channel)
-            reply = await stub.CheckIntegrity(instance_pb2.CheckIntegrityRequest(), timeout=10)
+            reply = await stub.CheckIntegrity(instance_pb2.CheckIntegrityRequest(), timeout=60)
             return dict(reply.sessions_by_state)
 
 
@@ -90,7 +90,7 @@ class BetweenLayers:
             self._may_go_on.wait(60)
 
     async def reached(self) -> None:
-        await poll_until(self.is_there.is_set, 30)
+        await poll_until(self.is_there.is_set, 60)
 
     def release(self) -> None:
         self._may_go_on.set()
@@ -110,7 +110,7 @@ async def start_pair(
 
 async def wait_receiving(pair: Pair) -> None:
     """Until a write has arrived at the decode instance."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while not (await pair.sessions()).get("receive:receiving"):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
@@ -206,24 +206,37 @@ async def test_an_instance_that_ends_between_two_layers_costs_only_latency() -> 
         await wait_idle(pair.infos[1])
 
 
+async def check_falls_back(pair: Pair) -> None:
+    answer = await pair.run(max_tokens=9)
+    assert answer.finished is not None, answer.failed
+    assert answer.finished.local_reason == "prefill_failed"
+    assert answer.tokens == await pair.alone(max_tokens=9)
+    await wait_idle(pair.infos[1])
+
+
 @pytest.mark.fault
-@pytest.mark.parametrize(
-    "fault", ["0:corrupt", "0:flip", "2:flip", "0:drop", "4:hang", "0:refuse", "2:fail"]
-)
+@pytest.mark.parametrize("fault", ["0:corrupt", "0:flip", "2:flip", "0:refuse", "2:fail"])
 async def test_a_fault_of_one_layer_costs_only_latency(fault: str) -> None:
     """Even writes bring the first layer, while the step runs."""
-    config = config_of(fault)
-    transfer = config.transfer.model_copy(update={"deadline_ms": 700})
-    decode = config_of().model_copy(update={"transfer": transfer})
-    async with start_pair(config, decode) as pair:
-        answer = await pair.run(max_tokens=9)
-        assert answer.finished is not None, answer.failed
-        assert answer.finished.local_reason == "prefill_failed"
-        assert answer.tokens == await pair.alone(max_tokens=9)
-        await wait_idle(pair.infos[1])
+    async with start_pair(config_of(fault)) as pair:
+        await check_falls_back(pair)
         good = await pair.run(make_prompt(40, salt=2), max_tokens=5)
         assert good.finished is not None
         assert good.finished.local_reason == "none"
+        assert good.tokens == await pair.alone(make_prompt(40, salt=2), max_tokens=5)
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("fault", ["0:drop", "4:hang"])
+async def test_a_layer_that_never_comes_costs_only_latency(fault: str) -> None:
+    """Nothing but the decode instance's patience notices it. On a starving machine that may end
+    the transfers behind it, too, so they are held to their tokens alone."""
+    transfer = config_of().transfer.model_copy(update={"deadline_ms": 700})
+    decode = config_of().model_copy(update={"transfer": transfer})
+    async with start_pair(config_of(fault), decode) as pair:
+        await check_falls_back(pair)
+        good = await pair.run(make_prompt(40, salt=2), max_tokens=5)
+        assert good.finished is not None, good.failed
         assert good.tokens == await pair.alone(make_prompt(40, salt=2), max_tokens=5)
 
 

@@ -82,7 +82,7 @@ class Answer:
         self.ended = asyncio.Event()
         self.has_token = asyncio.Event()
 
-    async def end(self, timeout_s: float = 30.0) -> Answer:
+    async def end(self, timeout_s: float = 60.0) -> Answer:
         await asyncio.wait_for(self.ended.wait(), timeout_s)
         return self
 
@@ -174,10 +174,10 @@ class GatewayStub:
 async def check_integrity(info: InstanceInfo) -> instance_pb2.CheckIntegrityResponse:
     async with create_channel(info.address) as channel:
         stub = instance_pb2_grpc.InstanceServiceStub(channel)
-        return await stub.CheckIntegrity(instance_pb2.CheckIntegrityRequest(), timeout=5)
+        return await stub.CheckIntegrity(instance_pb2.CheckIntegrityRequest(), timeout=60)
 
 
-async def wait_idle(*infos: InstanceInfo, timeout_s: float = 15.0) -> None:
+async def wait_idle(*infos: InstanceInfo, timeout_s: float = 60.0) -> None:
     """Waits until nothing of any request is left in these instances and their pools are whole."""
     for info in infos:
         ends = time.monotonic() + timeout_s

@@ -27,7 +27,7 @@ from isthmus.worker.role import WorkerArgs
 from isthmus.worker.transfers import staging_bytes_of
 from tests.support.tiny_model import TinyModel
 
-START_TIMEOUT_S = 30.0
+START_TIMEOUT_S = 60.0
 TINY = "sample"  # path of a model that is not loaded: workers have a tiny one instead
 
 
@@ -43,7 +43,7 @@ class GatedModel(TinyModel):
     def forward(self, batch, kv, marks=None, kv_scales=None):  # type: ignore[no-untyped-def]
         if not self.gate.is_set():
             self.num_held += 1
-            self.gate.wait(30)
+            self.gate.wait(60)
         return super().forward(batch, kv, marks, kv_scales)
 
 
@@ -98,7 +98,7 @@ class LocalWorker:
         assert self.task is not None
         self.model.gate.set()
         self.stop.drain("test", 0)
-        return await asyncio.wait_for(self.task, 20)
+        return await asyncio.wait_for(self.task, 60)
 
 
 def local_config(max_num_seqs: int = 8, **sections: object) -> ClusterConfig:
@@ -117,7 +117,7 @@ def local_config(max_num_seqs: int = 8, **sections: object) -> ClusterConfig:
         "decode": pool,
         "mixed": pool,
         "transfer": {"connector": "local", "quarantine_ms": 200},
-        "registry": {"lease_ms": 1000},
+        "registry": {"lease_ms": 5_000},
     }
     return ClusterConfig.model_validate({**tree, **sections})
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 
 async def poll_until(
-    condition: Callable[[], bool], timeout_s: float = 10.0, period_s: float = 0.005
+    condition: Callable[[], bool], timeout_s: float = 30.0, period_s: float = 0.005
 ) -> None:
     """Returns when ``condition()`` holds; raises TimeoutError when it does not in time."""
     deadline = time.monotonic() + timeout_s

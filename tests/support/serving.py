@@ -300,7 +300,7 @@ class Serving:
 
     # --- what is left ----------------------------------------------------------------------------
 
-    async def wait_at_rest(self, timeout_s: float = 20.0) -> None:
+    async def wait_at_rest(self, timeout_s: float = 60.0) -> None:
         """Nothing of any request is left in a living instance, and its pool is whole."""
         alive = [self.info(w.instance_id) for w in self.workers.values() if w.exit_code is None]
         await wait_idle(*alive, timeout_s=timeout_s)

@@ -27,6 +27,7 @@ from isthmus.kvtransfer.interface import PeerName
 from isthmus.kvtransfer.notification import Flags, Notification
 from isthmus.kvtransfer.receive_session import Ignored, ReceiveState
 from isthmus.kvtransfer.send_session import SendState
+from tests.support.movable_clock import MovableClock
 from tests.support.poll import poll_until
 from tests.support.transfer_pair import (
     CONFIG,
@@ -339,8 +340,10 @@ async def test_many_instances_may_meet_one_at_once() -> None:
 # --- running by itself, on real time -----------------------------------------------------------
 
 
-async def _start(script: str, deadline_ms: int) -> TransferPair:
-    fabric, clock = LocalFabric(), SystemClock()
+async def _start(
+    script: str, deadline_ms: int = 60_000, clock: SystemClock | None = None
+) -> TransferPair:
+    fabric, clock = LocalFabric(), clock or SystemClock()
     config = CONFIG.model_copy(update={"deadline_ms": deadline_ms, "quarantine_ms": 20})
     ends = [
         TransferEnd(name, 1, fabric, clock, faults, config=config)  # type: ignore[arg-type]
@@ -361,35 +364,36 @@ async def _close(pair: TransferPair) -> None:
 
 
 async def test_started_managers_move_blocks_and_then_rest() -> None:
-    pair = await _start("", 5000)
-    send, receive = pair.open([3, 4], timeout_ms=5000)
+    pair = await _start("")
+    send, receive = pair.open([3, 4], timeout_ms=60_000)
     send.push(0, blocks(1, 2), is_last=True)
     await asyncio.gather(send.drained(), receive.wait_complete())
     assert (pair.decode.blocks(blocks(3, 4)) == pair.prefill.blocks(blocks(1, 2))).all()
     pair.assert_idle()
     managers = (pair.prefill.manager, pair.decode.manager)
-    loop = asyncio.get_running_loop()
-
-    def at_rest() -> bool:
-        counts = tuple(manager.num_sweeps for manager in managers)
-        if counts != seen[0]:
-            seen[0], seen[1] = counts, loop.time()
-        return loop.time() - seen[1] > 0.1  # twenty of the longest pauses without a sweep
-
-    seen: list[object] = [(), loop.time()]
-    await poll_until(at_rest)  # type: ignore[arg-type]
+    kicks = [kick for manager in managers for kick in manager._kicks]
+    # A poller that waits for its kick sweeps no more; one that merely has no CPU time would.
+    await poll_until(lambda: all(kick._waiters and not kick.is_set() for kick in kicks))
+    seen = [manager.num_sweeps for manager in managers]
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert all(kick._waiters and not kick.is_set() for kick in kicks)
+    assert [manager.num_sweeps for manager in managers] == seen
     await _close(pair)
 
 
 async def test_deadline_fires_by_itself_and_blocks_come_back_after_quarantine() -> None:
-    pair = await _start("0:hang", 50)
-    send, receive = pair.open([3], timeout_ms=50)
+    clock = MovableClock()
+    pair = await _start("0:hang", clock=clock)
+    send, receive = pair.open([3], timeout_ms=60_000)
     send.push(0, blocks(1), is_last=True)
+    await poll_until(lambda: bool(pair.prefill.connector._scripted))  # posted, and hangs
+    clock.advance_ms(60_000)
     with pytest.raises(TransferTimeoutError):
         await receive.wait_complete()
     with pytest.raises(TransferTimeoutError):
         await send.drained()
-    assert await receive.quiesced(timeout_s=5)
+    assert await receive.quiesced(timeout_s=60)
     assert not await send.quiesce()
     await _close(pair)
 
@@ -400,14 +404,14 @@ async def test_a_stall_is_noticed_by_itself_long_before_the_deadline() -> None:
     send.push(0, blocks(1), is_last=True)
     receive.announced(receive.ticket.num_tokens)
     with pytest.raises(TransferTimeoutError, match="none had come for 50 ms"):
-        await asyncio.wait_for(receive.wait_complete(), 5)
+        await asyncio.wait_for(receive.wait_complete(), 60)
     await send.drained()
     await _close(pair)
 
 
 async def test_poller_that_fails_fails_its_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
-    pair = await _start("", 5000)
-    _, receive = pair.open([3], timeout_ms=5000)
+    pair = await _start("")
+    _, receive = pair.open([3], timeout_ms=60_000)
 
     def broken(rank: int, peer_name: PeerName, payload: bytes) -> None:
         raise RuntimeError("bug")
@@ -417,5 +421,5 @@ async def test_poller_that_fails_fails_its_sessions(monkeypatch: pytest.MonkeyPa
     with pytest.raises(TransferError, match="poller failed"):
         await receive.wait_complete()
     with pytest.raises(TransferError):
-        pair.decode.manager.open_receive(pair.ticket([5], timeout_ms=5000))
+        pair.decode.manager.open_receive(pair.ticket([5], timeout_ms=60_000))
     await _close(pair)
