@@ -128,8 +128,7 @@ class Usage:
 class RouteAction(Enum):
     ADMIT = "admit"
     QUEUE = "queue"
-    DEGRADE = "degrade"
-    REJECT = "reject"
+    DEGRADE = "degrade"  # best effort: served, though a target cannot be met
 
 
 class LocalPrefillReason(Enum):

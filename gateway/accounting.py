@@ -25,10 +25,16 @@ _STAGES = {stage: metrics.STAGE.labels(stage=stage) for stage in STAGES}
 _REASONS = {
     RouteAction.ADMIT: "at_once",
     RouteAction.QUEUE: "after_wait",
-    RouteAction.DEGRADE: "late",  # best effort: served, though a target cannot be met
-    RouteAction.REJECT: "refused",
+    RouteAction.DEGRADE: "late",
 }
 _log = get_logger("request")
+
+
+def decision_reason(decision: RouteDecision) -> str:
+    """Why it was decided so, as one word: the router's reason begins with what the size of a
+    request makes impossible."""
+    is_infeasible = decision.reason.startswith(InfeasibleSloError.code)
+    return InfeasibleSloError.code if is_infeasible else _REASONS[decision.action]
 
 
 @dataclass(slots=True)
@@ -126,9 +132,7 @@ class Accounting:
             return
         decision = exchange.choices[0].decision
         if decision is not None:
-            is_infeasible = decision.reason.startswith(InfeasibleSloError.code)
-            reason = InfeasibleSloError.code if is_infeasible else _REASONS[decision.action]
-            self._offer.count_decision(decision.action.value, reason)
+            self._offer.count_decision(decision.action.value, decision_reason(decision))
             of_class = metrics_of(self._offer.slo_class)
             of_class.predicted_ttft.observe(decision.predicted_ttft_ms / MS_PER_S)
             of_class.predicted_tpot.observe(decision.predicted_tpot_ms / MS_PER_S)

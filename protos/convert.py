@@ -80,7 +80,6 @@ _ACTION_TO_PB = {
     RouteAction.ADMIT: router_pb2.ROUTE_ACTION_ADMIT,
     RouteAction.QUEUE: router_pb2.ROUTE_ACTION_QUEUE,
     RouteAction.DEGRADE: router_pb2.ROUTE_ACTION_DEGRADE,
-    RouteAction.REJECT: router_pb2.ROUTE_ACTION_REJECT,
 }
 _ACTION_FROM_PB = {value: key for key, value in _ACTION_TO_PB.items()}
 _EVENTS = {event.value: event for event in Event}

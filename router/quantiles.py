@@ -142,9 +142,6 @@ class Residuals:
         return low + (high - low) * (place - below)
 
 
-_NOTHING = Residuals()
-
-
 class ResidualTable:
     """Residuals by kind and bucket, and the coverage of all that was promised."""
 
@@ -159,7 +156,7 @@ class ResidualTable:
 
     def of(self, kind: Kind, bucket: int) -> Residuals:
         """For reading; nothing measured yet is a guess."""
-        return self._table.get((kind, bucket), _NOTHING)
+        return self._table.get((kind, bucket)) or Residuals()
 
     def observe(
         self,

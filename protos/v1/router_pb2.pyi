@@ -14,12 +14,10 @@ class RouteAction(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ROUTE_ACTION_ADMIT: _ClassVar[RouteAction]
     ROUTE_ACTION_QUEUE: _ClassVar[RouteAction]
     ROUTE_ACTION_DEGRADE: _ClassVar[RouteAction]
-    ROUTE_ACTION_REJECT: _ClassVar[RouteAction]
 ROUTE_ACTION_UNSPECIFIED: RouteAction
 ROUTE_ACTION_ADMIT: RouteAction
 ROUTE_ACTION_QUEUE: RouteAction
 ROUTE_ACTION_DEGRADE: RouteAction
-ROUTE_ACTION_REJECT: RouteAction
 
 class RouteDecision(_message.Message):
     __slots__ = ("decision_id", "request_id", "action", "decode", "prefill", "local_reason", "cached_tokens", "predicted_ttft_ms", "predicted_tpot_ms", "policy", "reason", "ttl_ms", "alternate")

@@ -12,6 +12,7 @@ from isthmus.common.ids import InstanceId, RequestId
 from isthmus.common.types import RouteAction, Slo
 from isthmus.router import Outcome, RouteQuery
 from isthmus.router.prices import PriceBook, Stage
+from isthmus.router.quantiles import Kind, ResidualTable
 from isthmus.router.verdict import Admitted, Held, Rejected
 from tests.support.router_cluster import LATENCY, Cluster, make_query
 
@@ -192,3 +193,11 @@ def test_prices_count_nobody_twice_and_no_request_for_its_size(
     assert len(made) == 8
     assert any(one.decision.action is RouteAction.DEGRADE for one in made.values())
     assert len(counted) == 8
+
+
+def test_reading_what_was_never_measured_leaves_no_trace() -> None:
+    table = ResidualTable()
+    guess = table.of(Kind.TTFT, 0)
+    guess.observe(3.0, 0)
+    assert len(table) == 0
+    assert table.ratio(Kind.TPOT, 0, 0.5, 0) == 1.0
