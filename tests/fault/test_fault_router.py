@@ -34,7 +34,8 @@ NUM_OPEN = 12
 
 @dataclass
 class Routed:
-    """One gateway, two fake decode instances, two router processes of which the first leads."""
+    """One gateway, two fake decode instances, two router processes of which one leads: on a machine
+    that starves, not for ever the same one."""
 
     gateway: RunningGateway
     decider: RemoteDecider
@@ -48,6 +49,14 @@ class Routed:
 
     async def led_by(self, name: str) -> None:
         await poll_until(lambda: self.leader == name, PATIENCE_S)
+
+    async def led_by_any(self) -> str:
+        """By whom."""
+        await poll_until(lambda: self.leader != "", PATIENCE_S)
+        return self.leader
+
+    def other(self, name: str) -> str:
+        return next(router for router in self.routers if router != name)
 
     async def complete(self, client: httpx.AsyncClient, prompt: str = "x") -> httpx.Response:
         body = {"model": "tiny", "prompt": prompt, "stream": True, "max_tokens": 3}
@@ -81,7 +90,7 @@ async def routed(folder: Path) -> AsyncIterator[Routed]:
         for name in ("router-0", "router-1"):
             made.routers[name] = start_router(name, address, folder)
             stack.callback(made.routers[name].end)
-            await made.led_by("router-0")
+            await made.led_by_any()
         await poll_until(lambda: all(client.is_live(fake.info.instance_id) for fake in fakes))
         yield made
         await poll_until(lambda: client.num_requests() == 0)
@@ -105,16 +114,18 @@ async def test_a_killed_leader_loses_no_request_and_the_standby_leads(tmp_path: 
             fake.script = lambda _: Script(tokens, gate=gate, gate_at=1)
         running = [asyncio.create_task(cluster.complete(client)) for _ in range(NUM_OPEN)]
         await poll_until(lambda: sum(len(f.submitted) for f in cluster.fakes) == NUM_OPEN, 60)
-        os.kill(cluster.routers["router-0"].pid, signal.SIGKILL)
+        killed = await cluster.led_by_any()
+        os.kill(cluster.routers[killed].pid, signal.SIGKILL)
         later = [asyncio.create_task(cluster.complete(client)) for _ in range(NUM_OPEN)]
         await poll_until(lambda: sum(len(f.submitted) for f in cluster.fakes) == 2 * NUM_OPEN, 30)
-        await cluster.led_by("router-1")
+        await cluster.led_by(cluster.other(killed))
         gate.set()
         answers = [*await asyncio.gather(*running), *await asyncio.gather(*later)]
         assert [answer.status_code for answer in answers] == [200] * 2 * NUM_OPEN
         assert all(answer.text.endswith("data: [DONE]\n\n") for answer in answers)
-        after = await cluster.complete(client)
-        assert not after.headers["x-isthmus-policy"].startswith(FALLBACK_PREFIX)
+        async with asyncio.timeout(PATIENCE_S):
+            while FALLBACK_PREFIX in (await cluster.complete(client)).headers["x-isthmus-policy"]:
+                pass  # the standby may lose its lease for a while on a machine that starves
 
 
 @pytest.mark.asyncio
@@ -124,14 +135,16 @@ async def test_a_leader_that_is_stopped_is_replaced_and_comes_back_as_standby(
     """Its questions are asked again: it answers nobody, and its connections stay open."""
     async with routed(tmp_path) as cluster, cluster.gateway.http() as client:
         client.timeout = httpx.Timeout(60)
-        os.kill(cluster.routers["router-0"].pid, signal.SIGSTOP)
+        stopped = await cluster.led_by_any()
+        standby = cluster.other(stopped)
+        os.kill(cluster.routers[stopped].pid, signal.SIGSTOP)
         answers = await asyncio.gather(*(cluster.complete(client) for _ in range(NUM_OPEN)))
         assert [answer.status_code for answer in answers] == [200] * NUM_OPEN
-        await cluster.led_by("router-1")
-        os.kill(cluster.routers["router-0"].pid, signal.SIGCONT)
-        os.kill(cluster.routers["router-1"].pid, signal.SIGTERM)
-        assert await cluster.routers["router-1"].wait(30) == 0
-        await cluster.led_by("router-0")
+        await cluster.led_by(standby)
+        os.kill(cluster.routers[stopped].pid, signal.SIGCONT)
+        os.kill(cluster.routers[standby].pid, signal.SIGTERM)
+        assert await cluster.routers[standby].wait(30) == 0
+        await cluster.led_by(stopped)
         assert (await cluster.complete(client)).status_code == 200
 
 

@@ -39,9 +39,8 @@ class Bed:
         role: Role,
         epoch: int = 1,
         lease_id: int = 0,
-        state: InstanceState = InstanceState.READY,
     ) -> FakeInstance:
-        instance = FakeInstance(make_info(name, role, epoch=epoch, state=state))
+        instance = FakeInstance(make_info(name, role, epoch=epoch))
         await instance.start()
         self.instances[f"{name}@{epoch}"] = instance
         await instance.register(self.registry, lease_id=lease_id)
@@ -185,11 +184,13 @@ async def test_silent_instance_becomes_suspect_and_returns() -> None:
 @pytest.mark.asyncio
 async def test_an_instance_that_starts_need_not_answer_yet() -> None:
     """That is no fault, but ready it is not chosen before it was heard; dead, it goes."""
-    async with open_bed(stale_load_ms=100) as bed:
+    async with open_bed(stale_load_ms=60_000) as bed:  # no slow report is taken for silence
         with capture_logs() as logs:
-            starting = await bed.join("d0", Role.DECODE, state=InstanceState.STARTING)
-            port = int(starting.info.address.rpartition(":")[2])
+            starting = FakeInstance(make_info("d0", Role.DECODE, state=InstanceState.STARTING))
+            bed.instances["d0@1"] = starting
+            port = int((await starting.start()).address.rpartition(":")[2])
             await starting.stop()
+            await starting.register(bed.registry)
             await poll_until(lambda: bed.is_suspect("d0"))
             starting.info = replace(starting.info, state=InstanceState.READY)
             await starting.register(bed.registry)
