@@ -141,6 +141,13 @@ class TransferConfig(Node):
     hold_ms: int = Field(
         60_000, ge=1, description="longest time blocks are kept for a peer after the first token"
     )
+    peer_grace_ms: int = Field(
+        60_000,
+        ge=1,
+        description="an instance that the registry has not listed for so long, and with which "
+        "nothing is open, is forgotten with all that is kept for it: its mapped memory, its "
+        "connector's descriptors, its channel",
+    )
     quarantine_ms: int = Field(5_000, ge=0, description="rest after a transfer of unknown end")
     checksum: Literal["auto", "none", "xxh3"] = Field(
         "auto",

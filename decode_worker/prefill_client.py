@@ -7,6 +7,7 @@ that one instead of making their own.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
@@ -68,6 +69,7 @@ class PrefillClient:
         self._transfers = transfers
         self._handshake_timeout_s = handshake_timeout_ms / 1000
         self._peers: dict[InstanceId, _Peer] = {}
+        self._num_calls: Counter[InstanceId] = Counter()  # Prefill calls under way
         self._handshakes: dict[InstanceRef, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -102,6 +104,16 @@ class PrefillClient:
 
     def _close_later(self, peer: _Peer) -> None:
         self.spawn(peer.channel.close(_OLD_CHANNEL_GRACE_S), f"close {peer.ref.instance_id}")
+
+    def idle_peers(self) -> set[InstanceId]:
+        """Those that have a channel without a call."""
+        return {peer for peer in self._peers if not self._num_calls[peer]}
+
+    async def forget(self, instance_id: InstanceId) -> None:
+        """Gives up the channel of an instance that has left."""
+        peer = self._peers.pop(instance_id, None)
+        if peer is not None:
+            self._close_later(peer)
 
     def spawn(self, work: Coroutine[None, None, None], name: str) -> None:
         """Runs something that outlives its caller, until it ends or this client is closed."""
@@ -169,6 +181,7 @@ class PrefillClient:
         self, ref: InstanceRef, request: Request, ticket: TransferTicket
     ) -> AsyncGenerator[PrefillUpdate, None]:
         stub = prefill_pb2_grpc.PrefillServiceStub(self._channel(ref))
+        self._num_calls[ref.instance_id] += 1
         call = stub.Prefill(
             prefill_pb2.PrefillRequest(request=request_to_pb(request), ticket=ticket_to_pb(ticket)),
             # However long the prompt waits and is computed: a peer that has stopped or vanished is
@@ -182,6 +195,9 @@ class PrefillClient:
             raise error_from_rpc(error, peer=ref.instance_id, stage="prefill") from error
         finally:
             call.cancel()
+            self._num_calls[ref.instance_id] -= 1
+            if not self._num_calls[ref.instance_id]:
+                del self._num_calls[ref.instance_id]
 
     async def abort(self, ref: InstanceRef, transfer_id: TransferId) -> AbortReply:
         """Ends a transfer at its sender, however it was doing."""

@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Iterable
 
 from isthmus.common.errors import DrainingError, InternalError, InvalidRequestError, IsthmusError
-from isthmus.common.ids import RequestId
+from isthmus.common.ids import InstanceId, RequestId
 from isthmus.common.logging import get_logger
 from isthmus.common.types import Request, RouteDecision
 from isthmus.decode_worker.canary import Canary
@@ -114,6 +114,12 @@ class DecodeWorker:
 
     def num_held(self) -> int:
         return self._reservations.num_quarantined
+
+    def idle_peers(self) -> set[InstanceId]:
+        return self._client.idle_peers()
+
+    async def forget(self, instance_id: InstanceId) -> None:
+        await self._client.forget(instance_id)
 
     async def close(self) -> None:
         """What still runs is told to go elsewhere: the gateway resumes it on another instance."""

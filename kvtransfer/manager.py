@@ -152,6 +152,12 @@ class TransferManager:
         peer = self._peers.find(ref)
         return peer.ranks[0].layout if peer is not None else None
 
+    def idle_peers(self) -> set[InstanceId]:
+        """Peers with whom nothing is open: no session, no block that one could still write to."""
+        busy = {send.ticket.target.instance_id for send in self._sends.values()}
+        busy |= {receive.ticket.source.instance_id for receive in self._receives.values()}
+        return {peer.ref.instance_id for peer in self._peers} - busy
+
     async def forget(self, instance_id: InstanceId, *, is_gone: bool = False) -> None:
         """A peer was lost: its sessions fail with InstanceLostError and the connector drops it.
 

@@ -19,7 +19,7 @@ from isthmus.common.errors import (
     IsthmusError,
     TransferTimeoutError,
 )
-from isthmus.common.ids import RequestId, TransferId
+from isthmus.common.ids import InstanceId, RequestId, TransferId
 from isthmus.common.logging import get_logger
 from isthmus.common.prefill import PrefillFailed, PrefillPrefixWanted, PrefillUpdate
 from isthmus.common.transfer import TransferTicket
@@ -218,6 +218,12 @@ class PrefillWorker:
 
     def num_held(self) -> int:
         return sum(not call.is_open for call in self._calls.values())
+
+    def idle_peers(self) -> set[InstanceId]:
+        return set()
+
+    async def forget(self, instance_id: InstanceId) -> None:
+        """Decode instances call; nothing but their transfers is kept here."""
 
     async def _expire_holds(self) -> None:
         hold_ms = self._runtime.config.transfer.hold_ms

@@ -38,6 +38,7 @@ from isthmus.worker.kv_event_log import KvEventLog
 from isthmus.worker.lifecycle import ExitCode, Lifecycle, StopRequest
 from isthmus.worker.load_reporter import LoadReporter, OutsideLoad
 from isthmus.worker.metrics import InstanceMetrics, MetricsServer
+from isthmus.worker.peer_watch import PeerWatch
 from isthmus.worker.rank_launcher import ChildLauncher, RankLauncher
 from isthmus.worker.registration import Registration, claim_epoch
 from isthmus.worker.role import RoleWorker, WorkerArgs, WorkerRuntime
@@ -184,6 +185,15 @@ class _Worker:
         budget = pool_of(args).engine.max_num_batched_tokens
         latency = await run_in_thread(lambda: calibrate(engine, budget, self._clock))
         health = await self._serve(runtime, server)
+        watch = PeerWatch(
+            registry,
+            config.name,
+            self._clock,
+            config.transfer.peer_grace_ms,
+            (transfers, self._require_role()),
+        )
+        stack.push_async_callback(watch.close)
+        watch.start()
         runtime.lifecycle.ready(latency)
         await health.set(True)
         log.info("ready", address=address, epoch=epoch, metrics=metrics_server.address)

@@ -74,6 +74,14 @@ class RoleWorker(Protocol):
         """Transfers of which something is still kept for a peer."""
         ...
 
+    def idle_peers(self) -> set[InstanceId]:
+        """Instances for which the role keeps something (a channel) that is not in use."""
+        ...
+
+    async def forget(self, instance_id: InstanceId) -> None:
+        """Lets go of what is kept for an instance that has left."""
+        ...
+
     async def close(self) -> None:
         """Ends what is left with a typed error and returns when nothing of it runs any more."""
         ...

@@ -9,7 +9,8 @@
   notification: no byte can land later. A stopped peer's memory is written all the same.
 - The memory file is sealed against shrinking, so that writing into a dead or malicious peer's
   memory cannot raise SIGBUS; it has no name, so nothing stays behind, however a process ends.
-- A peer that has ended shows as a closed socket: what is written then fails.
+- A peer that has ended shows as a closed socket: what is written then fails, and its store is
+  unmapped at the next look for notifications.
 - Who may map a store is ``doorman``'s: the same user in the same network namespace.
 """
 
@@ -199,6 +200,10 @@ class ShmConnector:
     def take_notifications(self) -> list[tuple[PeerName, bytes]]:
         if self._doorman is None:
             return []
+        for peer, target in list(self._targets.items()):
+            target.flush()
+            if target.is_gone:  # its memory would stay allocated as long as it is mapped here
+                self.remove_peer(peer)
         while not self._doorman.arrived.empty():
             self._sources.append((*self._doorman.arrived.get(), FrameReader()))
         arrived: list[tuple[PeerName, bytes]] = []

@@ -215,6 +215,26 @@ def test_open_write_fails_when_its_peer_closes(ends: tuple[ConnectorEnd, Connect
         source.post_write(to_target, [CopyOp(0, 0, 1)], b"")
 
 
+def test_store_of_a_peer_that_has_ended_is_unmapped(
+    ends: tuple[ConnectorEnd, ConnectorEnd],
+) -> None:
+    source, target = ends
+    to_target = source.add_peer(*target.introduce())
+    assert isinstance(source.connector, ShmConnector)
+    (kept,) = source.connector._targets.values()
+    source.take_notifications()
+    assert not kept.mapping.closed
+    target.close()
+
+    def is_unmapped() -> bool:
+        source.take_notifications()
+        return kept.mapping.closed
+
+    drive_until(is_unmapped)
+    with pytest.raises(TransferError, match="is not a peer"):
+        source.post_write(to_target, [CopyOp(0, 0, 1)], b"")
+
+
 def test_frames_come_whole_and_in_order_however_they_are_cut() -> None:
     ours, theirs = socket.socketpair()
     payloads = [bytes([n]) * size for n, size in enumerate((0, 1, 5, 70_000, 3))]
