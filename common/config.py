@@ -24,6 +24,8 @@ from isthmus.common.slo import LabelName, SloConfig, TenantConfig, hash_key
 ENV_PREFIX = "ISTHMUS_"
 DTypeName = Literal["auto", "float32", "bfloat16"]
 ConnectorName = Literal["nixl", "shm", "collective", "local", "fake"]
+AUTO_CONNECTORS: tuple[ConnectorName, ...] = ("nixl", "shm", "collective")
+"""What ``transfer.connector: auto`` stands for, where it can run."""
 KvDTypeName = Literal["auto", "bfloat16", "float32", "int8", "fp8_e4m3"]
 
 

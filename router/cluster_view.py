@@ -33,7 +33,7 @@ class InstanceView:
     info: InstanceInfo
     breaker: Breaker
     key: CompatKey
-    fed_keys: tuple[CompatKey, ...]
+    fed_keys: tuple[CompatKey, ...]  # of decode instances that are there
     block_size: int
     longest_prompt: int  # that fits with one output token
     token_bytes: int  # KV of one token
@@ -57,8 +57,8 @@ class InstanceView:
         longest = min(info.max_model_len, info.num_blocks * info.block_size) - 1
         token_bytes = info.kv_layout.instance_token_bytes
         learned = LearnedLatency(info.latency)
-        keys = compat_key(info), fed_keys(info)
-        return cls(info, breaker, *keys, info.block_size, longest, token_bytes, learned)
+        key = compat_key(info)
+        return cls(info, breaker, key, (), info.block_size, longest, token_bytes, learned)
 
     @property
     def instance_id(self) -> InstanceId:
@@ -130,7 +130,7 @@ class ClusterView:
             self.views[info.instance_id] = InstanceView.of(info, breaker)
             self.lost.pop(info.instance_id, None)
             is_new = True
-        self._find_problems()
+        self._find_partners()
         return is_new
 
     def remove(self, instance_id: InstanceId, reason: str, now_ns: int) -> None:
@@ -141,7 +141,7 @@ class ClusterView:
         self.lost[instance_id] = LostInstance(view.info, reason, now_ns)
         while len(self.lost) > MAX_LOST:
             del self.lost[next(iter(self.lost))]
-        self._find_problems()
+        self._find_partners()
 
     def take_report(self, report: LoadReport, now_ns: int) -> InstanceView | None:
         """None when the report is of another epoch or older than the last one."""
@@ -156,10 +156,13 @@ class ClusterView:
         view.is_suspect = False
         return view
 
-    def _find_problems(self) -> None:
+    def _find_partners(self) -> None:
+        kept = {view.key for view in self.views.values() if view.info.role is not Role.PREFILL}
         problems = pairing_problems(view.info for view in self.views.values())
         for view in self.views.values():
             view.problem = problems.get(view.instance_id, "")
+            if view.info.role is Role.PREFILL:
+                view.fed_keys = fed_keys(view.info, kept)
 
 
 def reported_work_ms(latency: LatencyModel, load: LoadReport) -> float:

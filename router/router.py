@@ -189,6 +189,9 @@ class Router:
                 continue
             load, depth = pending(instance_id), depths.get(instance_id, 0)
             if view.info.role is _PREFILL:
+                if not view.fed_keys:
+                    filtered[instance_id] = FilterReason.INCOMPATIBLE
+                    continue
                 prefill = prefill_option(view, load, query, depth, now_ns)
                 for key in view.fed_keys:
                     prefills.setdefault(key, []).append(prefill)
@@ -196,12 +199,7 @@ class Router:
                 decodes.append(decode_option(view, load, query, depth, now_ns))
         decodes = _with_room(decodes, filtered)
         decodes = _preferred(decodes, query.prefer_decode, filtered)
-        wanted = {option.view.key for option in decodes}
-        for options in prefills.values():
-            for prefill in options:
-                if wanted.isdisjoint(prefill.view.fed_keys):
-                    filtered[prefill.view.instance_id] = FilterReason.INCOMPATIBLE
-        prefills = {key: options for key, options in prefills.items() if key in wanted}
+        prefills = _paired(prefills, decodes, filtered)
 
         quickest = {key: quickest_of(options) for key, options in prefills.items()}
 
@@ -329,6 +327,20 @@ def create_policy(config: RouterConfig) -> Policy:
         GoodputPolicy.name: LeastPredictedLoad(),
     }
     return policies[config.policy]
+
+
+def _paired(
+    prefills: dict[CompatKey, list[PrefillOption]],
+    decodes: list[DecodeOption],
+    filtered: dict[InstanceId, FilterReason],
+) -> dict[CompatKey, list[PrefillOption]]:
+    """Leaves out those that can fill the store of no decode instance that could be chosen."""
+    wanted = {option.view.key for option in decodes}
+    for options in prefills.values():
+        for prefill in options:
+            if wanted.isdisjoint(prefill.view.fed_keys):
+                filtered[prefill.view.instance_id] = FilterReason.INCOMPATIBLE
+    return {key: options for key, options in prefills.items() if key in wanted}
 
 
 def _with_room(

@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from isthmus.common.config import ConnectorName, TransferConfig
+from isthmus.common.config import AUTO_CONNECTORS, ConnectorName, TransferConfig
 from isthmus.common.errors import TransferError
 from isthmus.common.logging import get_logger
 from isthmus.common.types import InstanceRef
@@ -44,7 +44,7 @@ def create_connectors(
     if config.named_connectors:
         return tuple(_create(name, here, config) for name in config.named_connectors)
     made, obstacles = [], []
-    for name in _AUTO:
+    for name in AUTO_CONNECTORS:
         obstacle = _obstacle(name, here)
         try:
             if not obstacle:
@@ -101,7 +101,6 @@ def _collective(here: Circumstances) -> Connector:
     return CollectiveConnector(here.agent_name, here.host)
 
 
-_AUTO: tuple[ConnectorName, ...] = ("nixl", "shm", "collective")
 _MAKERS: dict[str, Callable[[Circumstances], Connector]] = {
     "nixl": _nixl,
     "shm": _shm,

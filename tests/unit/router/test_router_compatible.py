@@ -47,6 +47,28 @@ def test_each_instance_is_credited_in_blocks_of_its_own_size() -> None:
 
 
 @pytest.mark.parametrize(
+    ("prefill", "decode", "is_pair"),
+    [
+        ("nixl,shm", "collective,shm", True),
+        ("auto", "shm", True),
+        ("nixl", "auto", True),
+        ("nixl", "shm", False),
+        ("auto", "fake", False),
+    ],
+)
+def test_one_connector_in_common_makes_a_pair(prefill: str, decode: str, is_pair: bool) -> None:
+    cluster = Cluster()
+    cluster.join("p0", Role.PREFILL, connector=prefill)
+    cluster.join("d0", Role.DECODE, connector=decode)
+    assert (cluster.router.route(make_query()).prefill is not None) is is_pair
+    problems = [instance.problem for instance in cluster.router.snapshot().instances]
+    if is_pair:
+        assert problems == ["", ""]
+    else:
+        assert f"connector: {decode} here, {prefill} there" in problems[0]
+
+
+@pytest.mark.parametrize(
     ("source", "target", "is_pair"),
     [
         ("bfloat16", "int8", True),
