@@ -62,7 +62,7 @@ async def test_a_storm_is_accounted_for_and_no_token_is_wrong(
         assert tally.outcomes["bad_input"]
         assert cluster.done["cut"] == cluster.done["corrupt"] == 2
         assert cluster.done["SIGKILL"] == cluster.done["SIGSTOP"] == 2
-        await running.wait_at_rest(40)
+        await running.wait_at_rest()
         after = await running.metrics()
         assert after.get("isthmus_requests_inflight") == 0
         assert after.get("isthmus_router_reservations") == 0

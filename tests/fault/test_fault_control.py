@@ -90,7 +90,7 @@ async def test_instances_free_all_that_a_dead_gateway_had_asked_for(
             await answer.end()
             assert answer.broken
             assert not answer.is_done
-        await running.wait_at_rest(timeout_s=12)
+        await running.wait_at_rest()
         decode = await running.metrics("decode-0")
         assert decode.get("isthmus_aborted_total") == 4
         await running.start_gateway()

@@ -44,7 +44,7 @@ class Trio:
         for info in (self.prefill, self.decode, self.mixed):
             async with create_channel(info.address) as channel:
                 stub = instance_pb2_grpc.InstanceServiceStub(channel)
-                await stub.FlushCache(instance_pb2.FlushCacheRequest(), timeout=5)
+                await stub.FlushCache(instance_pb2.FlushCacheRequest(), timeout=60)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -125,7 +125,7 @@ async def test_transferred_kv_does_not_count_as_cached(trio: Trio) -> None:
     await trio.both(prompt)
     async with create_channel(trio.prefill.address) as channel:
         stub = instance_pb2_grpc.InstanceServiceStub(channel)
-        flushed = await stub.FlushCache(instance_pb2.FlushCacheRequest(), timeout=5)
+        flushed = await stub.FlushCache(instance_pb2.FlushCacheRequest(), timeout=60)
     assert flushed.num_blocks == 12
     again, _ = await trio.both(prompt)
     assert again.finished is not None

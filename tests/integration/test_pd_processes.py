@@ -123,7 +123,7 @@ async def test_a_pair_serves_and_leaves_in_order(model_path: Path, tmp_path: Pat
 
 async def check_metrics(pair: Pair) -> None:
     def read(address: str) -> str:
-        with urllib.request.urlopen(f"http://{address}/metrics", timeout=5) as reply:
+        with urllib.request.urlopen(f"http://{address}/metrics", timeout=60) as reply:
             return str(reply.read().decode())
 
     for info, side in ((pair.prefill_info, "send"), (pair.decode_info, "receive")):

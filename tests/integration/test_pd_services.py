@@ -45,13 +45,13 @@ async def start_mixed() -> AsyncIterator[tuple[LocalCluster, LocalWorker, grpc.a
 
 async def health_of(channel: grpc.aio.Channel) -> int:
     stub = health_pb2_grpc.HealthStub(channel)
-    return int((await stub.Check(health_pb2.HealthCheckRequest(), timeout=5)).status)
+    return int((await stub.Check(health_pb2.HealthCheckRequest(), timeout=60)).status)
 
 
 async def test_the_record_in_the_registry_is_what_the_worker_says_of_itself() -> None:
     async with start_mixed() as (_, worker, channel):
         stub = instance_pb2_grpc.InstanceServiceStub(channel)
-        reply = await stub.GetInfo(instance_pb2.GetInfoRequest(), timeout=5)
+        reply = await stub.GetInfo(instance_pb2.GetInfoRequest(), timeout=60)
         info = convert.info_from_pb(reply.info)
         assert info == worker.info
         assert (info.role, info.state, info.epoch) == (Role.MIXED, InstanceState.READY, 1)
@@ -112,7 +112,7 @@ async def test_kv_events_begin_with_a_snapshot_and_go_on_without_gaps() -> None:
         stored = [e for b in batches for e in b.events if isinstance(e, BlocksStored)]
         assert worker.engine is not None
         assert {h for event in stored for h in event.hashes} == set(worker.engine.cached_hashes())
-        flushed = await stub.FlushCache(instance_pb2.FlushCacheRequest(), timeout=5)
+        flushed = await stub.FlushCache(instance_pb2.FlushCacheRequest(), timeout=60)
         assert flushed.num_blocks > 0
         assert worker.engine.cached_hashes() == []
         watcher.cancel()
@@ -136,7 +136,7 @@ async def test_a_drain_call_tells_its_progress_until_the_worker_has_stopped() ->
             assert reports[-1].state == common_pb2.INSTANCE_STATE_STOPPED
             assert answer.finished is not None
         assert worker.task is not None
-        assert await asyncio.wait_for(worker.task, 10) is ExitCode.OK
+        assert await asyncio.wait_for(worker.task, 60) is ExitCode.OK
         assert await cluster.find("mixed-0") is None
 
 
@@ -164,7 +164,7 @@ async def test_a_broken_pool_is_named() -> None:
 
         worker.engine.check_integrity = broken  # type: ignore[method-assign]
         stub = instance_pb2_grpc.InstanceServiceStub(channel)
-        reply = await stub.CheckIntegrity(instance_pb2.CheckIntegrityRequest(), timeout=5)
+        reply = await stub.CheckIntegrity(instance_pb2.CheckIntegrityRequest(), timeout=60)
         assert not reply.is_clean
         assert reply.problem == "block 3 is used and free"
 
@@ -186,7 +186,7 @@ async def test_a_handshake_with_another_layout_is_refused_by_name() -> None:
                 ],
             )
             with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await stub.Handshake(transfer_pb2.HandshakeRequest(offer=offer), timeout=5)
+                await stub.Handshake(transfer_pb2.HandshakeRequest(offer=offer), timeout=60)
             assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
             error = error_from_rpc(caught.value)
             assert isinstance(error, LayoutMismatchError)
@@ -194,7 +194,7 @@ async def test_a_handshake_with_another_layout_is_refused_by_name() -> None:
             assert "tiny-1" in error.message
             offer.protocol_version = 99
             with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await stub.Handshake(transfer_pb2.HandshakeRequest(offer=offer), timeout=5)
+                await stub.Handshake(transfer_pb2.HandshakeRequest(offer=offer), timeout=60)
             assert isinstance(error_from_rpc(caught.value), HandshakeError)
 
 
@@ -202,7 +202,7 @@ async def test_services_can_be_listed() -> None:
     async with start_mixed() as (_, _worker, channel):
         stub = reflection_pb2_grpc.ServerReflectionStub(channel)
         request = reflection_pb2.ServerReflectionRequest(list_services="")
-        call = stub.ServerReflectionInfo(iter([request]), timeout=5)
+        call = stub.ServerReflectionInfo(iter([request]), timeout=60)
         reply = await call.read()
         names = {service.name for service in reply.list_services_response.service}
         assert {
@@ -219,5 +219,5 @@ async def test_a_worker_asked_to_stop_while_it_starts_just_leaves() -> None:
         worker = cluster.launch(Role.DECODE, "decode-0")
         worker.stop.drain("test")
         assert worker.task is not None
-        assert await asyncio.wait_for(worker.task, 20) is ExitCode.OK
+        assert await asyncio.wait_for(worker.task, 60) is ExitCode.OK
         assert await cluster.find("decode-0") is None

@@ -61,7 +61,7 @@ class Workers:
         for info in (*self.prefill.values(), *self.decode.values()):
             async with create_channel(info.address) as channel:
                 stub = instance_pb2_grpc.InstanceServiceStub(channel)
-                await stub.FlushCache(instance_pb2.FlushCacheRequest(), timeout=5)
+                await stub.FlushCache(instance_pb2.FlushCacheRequest(), timeout=60)
 
     async def wait_idle(self) -> None:
         await wait_idle(*self.prefill.values(), *self.decode.values())

@@ -42,7 +42,7 @@ class Asker:
         self.heard.set()
 
     async def answer(self) -> RouteDecision:
-        await asyncio.wait_for(self.heard.wait(), 20)
+        await asyncio.wait_for(self.heard.wait(), 60)
         assert self.decision is not None, self.error
         return self.decision
 
@@ -61,7 +61,7 @@ class HostedRouter:
         return self
 
     async def leads(self) -> None:
-        await poll_until(lambda: self.host.is_leading, timeout_s=20)
+        await poll_until(lambda: self.host.is_leading, timeout_s=60)
 
     async def die(self) -> None:
         """As a process that is killed: answers nobody, gives nothing back."""

@@ -144,7 +144,7 @@ async def test_who_gives_up_leaves_the_line_and_frees_the_way() -> None:
     small = asyncio.create_task(desk.acquire("c", 4))
     await asyncio.sleep(0)
     large.cancel()
-    desk.line.give_back(await asyncio.wait_for(small, 1))
+    desk.line.give_back(await asyncio.wait_for(small, 60))
     assert desk.line.waiting().waiting_seqs == 0
     desk.line.give_back(first)
     desk.check()

@@ -12,7 +12,7 @@ from tests.support.tiny_model import make_tiny_core
 
 
 def scrape(server: MetricsServer) -> dict[str, float]:
-    with urllib.request.urlopen(f"http://{server.address}/metrics", timeout=5) as reply:
+    with urllib.request.urlopen(f"http://{server.address}/metrics", timeout=60) as reply:
         lines = reply.read().decode().splitlines()
     pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
     return {name: float(value) for name, value in pairs}
