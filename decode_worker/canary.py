@@ -13,7 +13,8 @@ at the next step, so it costs a request at most the rest of one step.
 
 Only greedy requests are compared. Where two tokens are about equally likely, another batch may
 rightly choose the other one: the first difference counts as ``near_tie`` then, and what follows it
-is another text and says nothing.
+is another text and says nothing. A prompt that was computed over KV of another dtype, which was
+converted on its way, is not compared: attention over quantised KV rightly differs by more.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ class CanaryResult(Enum):
     MISMATCH = "mismatch"
     INTERRUPTED = "interrupted"
     FAILED = "failed"  # it could not be computed here
+    SKIPPED = "skipped"  # its prompt was computed over KV of another dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +87,18 @@ class Canary:
         if not self._every or served is None or not served.can_be_compared:
             return
         self._num_served += 1
-        if self._num_served % self._every == 0:
+        if self._num_served % self._every:
+            return
+        if self._has_like_kv(served.source):
             self._waiting = served
+        else:
+            self._count(CanaryResult.SKIPPED)
+
+    def _has_like_kv(self, source: InstanceRef) -> bool:
+        """Whether this instance would compute the same prompt over KV of the same precision. False
+        also for a peer that has been forgotten meanwhile."""
+        theirs = self._runtime.transfers.layout_of(source)
+        return theirs is not None and theirs.dtype == self._runtime.engine.kv_layout.dtype
 
     def start_if_idle(self) -> None:
         """Call when the last request has ended."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from isthmus.common.ids import InstanceId
 from isthmus.common.types import InstanceRef, TokenLogprob
-from isthmus.decode_worker.canary import CanaryResult, Served, compare
+from isthmus.decode_worker.canary import Canary, CanaryResult, Served, compare
 from tests.support.engine_driver import make_prompt, make_request
 
 SOURCE = InstanceRef(InstanceId("prefill-0"), 1, "127.0.0.1:1")
@@ -51,3 +53,24 @@ def test_only_whole_greedy_requests_can_be_compared() -> None:
     assert not Served(replace(greedy, num_resumed_tokens=1), (5,), SOURCE).can_be_compared
     sampled = make_request("r", make_prompt(9), max_tokens=4, temperature=1.0)
     assert not Served(sampled, (5,), SOURCE).can_be_compared
+
+
+@pytest.mark.parametrize(
+    ("theirs", "counted"), [("int8", []), ("bfloat16", ["skipped"]), (None, ["skipped"])]
+)
+def test_a_prompt_over_kv_of_another_dtype_is_skipped(
+    theirs: str | None, counted: list[str]
+) -> None:
+    """Attention over quantised KV differs by more than a near tie: no mismatch, no alarm."""
+    results: list[str] = []
+    layout = None if theirs is None else SimpleNamespace(dtype=theirs)
+    runtime: Any = SimpleNamespace(
+        config=SimpleNamespace(transfer=SimpleNamespace(canary_every=1)),
+        transfers=SimpleNamespace(layout_of=lambda _: layout),
+        engine=SimpleNamespace(kv_layout=SimpleNamespace(dtype="int8")),
+        metrics=SimpleNamespace(canary=results.append),
+    )
+    canary = Canary(runtime)
+    canary.served(Served(make_request("r", make_prompt(9), temperature=0.0), (5,), SOURCE))
+    assert results == counted
+    assert (canary._waiting is None) == bool(counted)
