@@ -7,7 +7,8 @@ For a query with uncached tokens u after c cached ones, over all instances at on
     gap  = exposed transfer + step         second token, dear beyond ``GAP_FACTOR`` · TPOT target
 
 each as its q-quantile (``quantiles``). Prompts that an instance computes beside its decodes hold
-those up: with the share f of its time that they took lately, TPOT = step / (1 − f). A candidate is
+those up: with the share f of its time that they took lately, TPOT = step / (1 − f), or more where
+what is left of them at the handoff, over the answer's length, is more. A candidate is
 *feasible* when its TTFT and TPOT are within the query's targets, its KV fits, and no sequence on
 the decode instance is pushed over its own TPOT target. It *can start* when hardly more is before
 it than hides the way there. Among those, the least cost in seconds of an instance wins::
@@ -150,8 +151,9 @@ class GoodputPolicy:
         remote = self._prompt(table.prefills, table.prefill_row, query, depths, now_ms)
         local = self._prompt(table.local, table.decode_row, query, depths, now_ms)
         self._humble(table, remote, local)
-        handoff_ms = float(remote.ttft[remote.is_usable].min()) if remote.is_usable.any() else 0.0
-        decode = self._decode(table.decodes, query, local, ask, handoff_ms, now_ms)
+        has_prefills = bool(remote.is_usable.any())
+        handoff_ms = float(remote.ttft[remote.is_usable].min()) if has_prefills else 0.0
+        decode = self._decode(table.decodes, query, local, ask, handoff_ms, has_prefills, now_ms)
         forced_local = table.decodes.is_mixed | (local.uncached < self._min_remote)
         weighed = self._outlook(table, ask, remote, local, decode, forced_local)
         pair_costs = self._pair_costs(table, query, ask, prices, remote, local, decode)
@@ -259,6 +261,7 @@ class GoodputPolicy:
         local: _Prompt,
         ask: Ask,
         handoff_ms: float,
+        has_prefills: bool,
         now_ms: float,
     ) -> _Decode:
         num_tokens, output = query.num_prompt_tokens, ask.output_tokens
@@ -272,6 +275,9 @@ class GoodputPolicy:
         local.prefill = local.prefill + chunks * (step - columns.base)
         share = columns.prompt_share(now_ms)
         tpot = step / (1.0 - np.minimum(share, MAX_SHARE))
+        # What is left of prompts there at the handoff comes before the second token.
+        left = np.where(local.is_usable, np.maximum(local.wait - handoff_ms, 0.0), 0.0)
+        tpot = np.maximum(tpot, step + left / output)
         tpot_local = tpot + local.prefill / output  # each sequence there bears all of it
         alone = columns.step_ms(np.ones(len(columns.views)), np.full_like(step, num_tokens))
         floor = float(alone.min()) if alone.size else 0.0
@@ -283,10 +289,12 @@ class GoodputPolicy:
         is_kept = np.ones(len(columns.views), np.bool_)
         if ask.tpot_ms is not None:
             is_kept = quantile <= ask.tpot_ms
-        is_kept_local = is_kept
+        # However long it has waited: a prompt may take minutes, and nobody joins the batch meanwhile.
+        is_kept_local = is_kept & (_quantile(tpot_local, ratio) <= columns.tightest)
         if ask.spares_residents:
             is_kept = is_kept & (quantile <= columns.tightest)
-            is_kept_local = is_kept & (_quantile(tpot_local, ratio) <= columns.tightest)
+        elif not has_prefills:
+            is_kept_local = is_kept
         return _Decode(
             columns.seqs, step, tpot, quantile, is_full, is_kept, is_kept_local, least_ms
         )

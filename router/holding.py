@@ -4,7 +4,8 @@ Two lanes for each model. ON_TIME holds queries whose first token can still be i
 latest start; LATE_OK holds those without such a target, and those of best-effort classes that can
 not meet theirs any more, in the order of fair shares. ON_TIME goes first, but LATE_OK is never
 starved: it goes when ON_TIME has slack for it, and when its head has waited for ``ageing_ms`` it
-gets a small share of the work whatever ON_TIME has.
+gets a small share of the work whatever ON_TIME has. A long one may take more than that at once; it
+is paid back before the next one goes first.
 
 ::
 
@@ -30,7 +31,6 @@ from isthmus.router.shedding import NEVER_LATE, Job, leave_out
 from isthmus.router.types import RouteQuery
 
 AGED_SHARE = 0.1  # of the work started, that an aged head of LATE_OK gets at least
-SHARE_MEMORY_MS = 10_000.0  # of work, after which what was started counts half
 
 
 class Lane(Enum):
@@ -50,7 +50,9 @@ class HeldQuery:
     lane: Lane
     place: int  # of its entry: settles ties, first come first
     tag: float = 0.0
-    obstacle: str = ""  # what was in its way when it was last looked at
+    obstacle: str = ""  # what was in its way when it was last looked at …
+    news: int = -1  # … after so much that may have made room (``Places.num_news``) …
+    looks_ns: int = 0  # … and when it is worth another look without more
 
     @property
     def key(self) -> tuple[float, int]:
@@ -68,8 +70,7 @@ class _Line:
     late_ok: list[HeldQuery] = field(default_factory=list)
     work_ms: float = 0.0  # of all in both lanes
     slack_ms: float = NEVER_LATE  # of ON_TIME, when it was last planned
-    started_ms: float = 0.0  # work since LATE_OK was last empty
-    started_late_ok_ms: float = 0.0
+    debt_ms: float = 0.0  # work that LATE_OK has had beyond its share; none is saved up
 
     def lane(self, lane: Lane) -> list[HeldQuery]:
         return self.on_time if lane is Lane.ON_TIME else self.late_ok
@@ -139,12 +140,8 @@ class HoldingQueue:
     def started(self, held: HeldQuery, now_ns: int) -> None:
         """Removes ``held``: it was dispatched, and its tenant has had its work."""
         line = self._lines[held.query.model]
-        line.started_ms += held.work_ms
-        if held.lane is Lane.LATE_OK:
-            line.started_late_ok_ms += held.work_ms
-        if line.started_ms > SHARE_MEMORY_MS:
-            line.started_ms /= 2
-            line.started_late_ok_ms /= 2
+        had_ms = held.work_ms if held.lane is Lane.LATE_OK else 0.0
+        line.debt_ms = max(0.0, line.debt_ms + had_ms - AGED_SHARE * held.work_ms)
         tag = held.tag if held.lane is Lane.LATE_OK else None
         self.shares.served(held.query.tenant, tag, held.work_ms, now_ns)
         self._forget(held)
@@ -154,7 +151,7 @@ class HoldingQueue:
         be served."""
         assert held.lane is Lane.ON_TIME
         self._take_out(held)
-        held.lane, held.latest_start_ns = Lane.LATE_OK, None
+        held.lane, held.latest_start_ns, held.looks_ns = Lane.LATE_OK, None, 0
         self._insert(held)
 
     def in_order(self, model: str, now_ns: int, num_workers: float) -> Iterator[HeldQuery]:
@@ -237,14 +234,12 @@ class HoldingQueue:
         if not line.on_time or line.slack_ms >= head.work_ms / num_workers:
             return True
         is_aged = now_ns - head.since_ns >= self._ageing_ns
-        return is_aged and line.started_late_ok_ms <= AGED_SHARE * line.started_ms
+        return is_aged and not line.debt_ms
 
     def _insert(self, held: HeldQuery) -> None:
         line = self._lines.setdefault(held.query.model, _Line())
         if held.lane is Lane.LATE_OK:
             held.tag = self.shares.tag(held.query.tenant, held.work_ms)
-            if not line.late_ok:
-                line.started_ms = line.started_late_ok_ms = 0.0
         line.work_ms += held.work_ms
         insort(line.lane(held.lane), held, key=lambda item: item.key)
 

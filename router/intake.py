@@ -37,6 +37,7 @@ SPEED_MEMORY_MS = 2_000.0
 PLAN_MS = 10  # between two looks at who must be left out
 MAX_PASSED_OVER = 4  # queries that find no place, before the rest of a line is not asked
 LONGEST_WAIT_MS = 50  # for news that does not come
+LOOK_AGAIN_MS = 100.0  # at one that found no place, where nothing has made room
 
 
 class Places(Protocol):
@@ -52,6 +53,8 @@ class Places(Protocol):
         is_last_chance: bool = False,
     ) -> Look | None: ...
 
+    def num_news(self, now_ns: int) -> int: ...
+
     def soonest_start_ms(self, model: str, now_ns: int) -> float: ...
 
     def least_wait_ms(self, model: str, now_ns: int) -> float: ...
@@ -62,7 +65,7 @@ class Places(Protocol):
 
 
 @dataclass(slots=True)
-class _Pool:
+class Pool:
     """Of one model, as it was last looked at, and how much it has been given to do lately."""
 
     ready_ms: float
@@ -73,7 +76,8 @@ class _Pool:
     started_at_ns: int = 0
 
     def started(self, work_ms: float, now_ns: int) -> None:
-        self.started_ms = self._decayed(now_ns) + work_ms
+        """One prompt occupies one worker, however long it is."""
+        self.started_ms = self._decayed(now_ns) + min(work_ms, SPEED_MEMORY_MS)
         self.started_at_ns = now_ns
 
     def speed(self, now_ns: int) -> float:
@@ -102,7 +106,7 @@ class Intake:
         self._commit = commit
         self._refuse = refuse
         self._ageing_ns = int(ageing_ms * NS_PER_MS)
-        self._pools: dict[str, _Pool] = {}
+        self._pools: dict[str, Pool] = {}
         self._next_tick_ns: int | None = None
 
     @property
@@ -220,6 +224,10 @@ class Intake:
                 return max(1.0, soonest_ms)
             if num_passed_over >= MAX_PASSED_OVER:
                 break
+            news = self._places.num_news(now_ns)
+            if held.news == news and now_ns < held.looks_ns:
+                num_passed_over += 1
+                continue
             is_on_time = held.lane is Lane.ON_TIME
             is_aged = now_ns - held.since_ns >= self._ageing_ns
             look = self._places.look(
@@ -240,12 +248,15 @@ class Intake:
                 settled.append(Settled(held.query.request_id, admitted))
             else:
                 num_passed_over += 1
-                held.obstacle = look.weighed.obstacle
                 self._remember(model, look)
+                held.obstacle = look.weighed.obstacle
                 if is_aged and held.obstacle == DECODE_FULL:
                     break  # else those behind it take each block that would make room for it
+                again_ms = LOOK_AGAIN_MS
                 if look.weighed.ready_ms > 0:
-                    wait_ms = min(wait_ms, max(1.0, look.weighed.ready_ms))
+                    again_ms = min(again_ms, max(1.0, look.weighed.ready_ms))
+                wait_ms = min(wait_ms, again_ms)
+                held.news, held.looks_ns = news, now_ns + int(again_ms * NS_PER_MS)
         return wait_ms
 
     def _admitted(
@@ -265,11 +276,11 @@ class Intake:
         rejected = self._rejected(held.query, error, now_ns)
         settled.append(Settled(held.query.request_id, rejected))
 
-    def _remember(self, model: str, look: Look) -> _Pool:
+    def _remember(self, model: str, look: Look) -> Pool:
         weighed = look.weighed
         pool = self._pools.get(model)
         if pool is None:
-            pool = _Pool(weighed.ready_ms, weighed.floor_ms, weighed.num_workers)
+            pool = Pool(weighed.ready_ms, weighed.floor_ms, weighed.num_workers)
             self._pools[model] = pool
         else:
             pool.ready_ms, pool.floor_ms = weighed.ready_ms, weighed.floor_ms

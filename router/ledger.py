@@ -197,6 +197,7 @@ class Ledger:
 
     def __init__(self, ttl_ms: int, changed: set[InstanceId] | None = None) -> None:
         self._ttl_ns = ttl_ms * NS_PER_MS
+        self.num_freed = 0  # legs, so far
         self.changed: set[InstanceId] = set() if changed is None else changed
         self._reservations: dict[DecisionId, Reservation] = {}  # in the order of their expiry
         self._by_instance: dict[InstanceId, _Legs] = {}
@@ -246,6 +247,7 @@ class Ledger:
         reservation.expires_ns = now_ns + self._ttl_ns
         self._reservations[decision_id] = self._reservations.pop(decision_id)
         self._prompt_done_ns[reservation.prefill_at] = now_ns
+        self.num_freed += 1
         if not reservation.is_local:
             self._drop_leg(reservation.prefill_at, reservation)
         elif (legs := self._by_instance.get(reservation.prefill_at)) is not None:
@@ -262,6 +264,7 @@ class Ledger:
         reservation = self._reservations.pop(decision_id, None)
         if reservation is not None:
             self._move(reservation, ReservationState.ENDED)
+            self.num_freed += 1
             legs = self._by_instance.get(reservation.prefill_at)
             if legs is not None and legs.head is reservation:
                 # The next prompt begins now at the earliest: it has not been delayed till here.

@@ -48,6 +48,7 @@ class Placement:
         self._clock = clock
         self._table = ClusterTable(knowledge.links)
         self._doubtful: set[InstanceId] = set()  # their breakers are not closed
+        self._num_rebuilt = 0
 
     def look(
         self,
@@ -110,6 +111,7 @@ class Placement:
         if state.membership_changed:
             state.membership_changed = False
             self._table.is_outdated = True
+            self._num_rebuilt += 1
         dirty = state.dirty
         if not dirty and not self._doubtful and not self._table.is_outdated:
             return
@@ -123,6 +125,12 @@ class Placement:
             else:
                 self._doubtful.discard(instance_id)
         dirty.clear()
+
+    def num_news(self, now_ns: int) -> int:
+        """Grows whenever something has made room; reports of load, which only say better what
+        was known, do not count."""
+        self.refresh(now_ns)
+        return self._state.ledger.num_freed + self._num_rebuilt
 
     def soonest_start_ms(self, model: str, now_ns: int) -> float:
         """When the first prompt more could be begun anywhere; infinite without an instance."""

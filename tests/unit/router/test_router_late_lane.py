@@ -1,0 +1,128 @@
+"""Long prompts that cannot be in time must not make others late, and waiting must cost little."""
+
+from __future__ import annotations
+
+import pytest
+
+from isthmus.common.clock import NS_PER_MS
+from isthmus.common.ids import RequestId
+from isthmus.common.types import Slo
+from isthmus.router import Outcome, RouteQuery
+from isthmus.router.holding import HeldQuery, HoldingQueue, Lane
+from isthmus.router.intake import SPEED_MEMORY_MS, Pool
+from isthmus.router.placement import Placement
+from isthmus.router.shares import TenantShares
+from isthmus.router.verdict import Admitted, Held
+from tests.support.router_cluster import Cluster, make_query
+
+CHATTY = Slo("chatty", tpot_ms=40)
+KEEN = Slo("keen", ttft_ms=1_000)
+
+
+def cluster_with_a_resident(prefills: int = 1) -> Cluster:
+    cluster = Cluster(prefills, 1, policy="goodput", exploration=0, ageing_ms=100)
+    send(cluster, make_query(64, "resident", slo=CHATTY), is_computed=True)
+    return cluster
+
+
+def send(cluster: Cluster, query: RouteQuery, *, is_computed: bool) -> Admitted:
+    verdict = cluster.router.submit(query)
+    assert isinstance(verdict, Admitted)
+    if is_computed:
+        cluster.router.report(verdict.decision.decision_id, Outcome.first_token())
+    return verdict
+
+
+def test_age_does_not_put_a_long_prompt_beside_residents_with_targets() -> None:
+    cluster = cluster_with_a_resident()
+    long = send(cluster, make_query(4_000, "long"), is_computed=False)
+    late = make_query(2_000, "late", slo=KEEN, arrival_ns=cluster.clock.now_ns())
+    assert isinstance(cluster.router.submit(late), Held)
+    cluster.clock.advance_ms(200)
+    assert cluster.router.tick() == []
+    cluster.router.report(long.decision.decision_id, Outcome.first_token())
+    [settled] = cluster.router.tick()
+    assert isinstance(settled.verdict, Admitted)
+    assert settled.verdict.decision.prefill is not None
+
+
+def test_age_is_enough_where_only_decode_instances_compute_prompts() -> None:
+    cluster = cluster_with_a_resident(prefills=0)
+    late = make_query(2_000, "late", slo=KEEN, arrival_ns=cluster.clock.now_ns())
+    assert isinstance(cluster.router.submit(late), Held)
+    cluster.clock.advance_ms(200)
+    [settled] = cluster.router.tick()
+    assert isinstance(settled.verdict, Admitted)
+
+
+def test_prompts_that_wait_at_a_decode_instance_count_in_the_tpot_of_newcomers() -> None:
+    idle, behind = (Cluster(1, 1, policy="goodput", exploration=0) for _ in range(2))
+    predicted_ms = []
+    for cluster in (idle, behind):
+        if cluster is behind:
+            cluster.report("d0", waiting_seqs=1, waiting_tokens=3_000)
+        verdict = cluster.router.submit(make_query(320, "r"))
+        assert isinstance(verdict, Admitted)
+        assert verdict.decision.prefill is not None
+        predicted_ms.append(verdict.decision.predicted_tpot_ms)
+    left_ms = 5 + 3_000 - 325  # when the newcomer's own prompt has been computed
+    assert predicted_ms[1] - predicted_ms[0] > left_ms / 128
+
+
+def test_looks_are_not_repeated_while_nothing_has_made_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cluster = cluster_with_a_resident()
+    send(cluster, make_query(4_000, "long"), is_computed=False)
+    verdict = cluster.router.submit(make_query(2_000, "late", slo=KEEN))
+    assert isinstance(verdict, Held)
+    cluster.router.tick()
+    looked: list[RequestId] = []
+    look = Placement.look
+
+    def counted(self: Placement, query: RouteQuery, now_ns: int, **how: bool) -> object:
+        looked.append(query.request_id)
+        return look(self, query, now_ns, **how)
+
+    monkeypatch.setattr(Placement, "look", counted)
+    for _ in range(20):
+        cluster.report("d0", running_seqs=1)
+        cluster.clock.advance_ms(1)
+        cluster.router.tick()
+    assert not looked
+    cluster.clock.advance_ms(100)
+    cluster.router.tick()
+    assert looked == [RequestId("late")]
+
+
+def test_late_work_beyond_its_share_is_paid_back_before_more_goes_first() -> None:
+    queue = HoldingQueue(TenantShares(), ageing_ms=100, max_held=100)
+
+    def enter(name: str, work_ms: float, latest_ms: int | None) -> HeldQuery:
+        query = RouteQuery(RequestId(name), "m", 10)
+        latest_ns = None if latest_ms is None else latest_ms * NS_PER_MS
+        return queue.enter(query, work_ms, latest_ns, 0, None)
+
+    def first() -> HeldQuery:
+        queue.left_out("m", now_ns, 0.0, 1.0)
+        return next(queue.in_order("m", now_ns, 1.0))
+
+    now_ns = 200 * NS_PER_MS
+    for number in range(12):
+        enter(f"t{number}", 100.0, 1_000 + 100 * number)
+    for name in ("late0", "late1"):
+        enter(name, 5_000.0, None)
+    assert first().lane is Lane.LATE_OK  # it has aged, and nothing was started yet
+    queue.started(first(), now_ns)
+    for _ in range(11):
+        assert first().lane is Lane.ON_TIME
+        queue.started(first(), now_ns)
+
+
+def test_a_long_prompt_is_not_taken_for_the_work_of_many_instances() -> None:
+    pool = Pool(ready_ms=0.0, floor_ms=1.0, num_workers=2)
+    pool.started(100 * SPEED_MEMORY_MS, 0)
+    assert pool.speed(0) == 2
+    for _ in range(30):
+        pool.started(0.1 * SPEED_MEMORY_MS, 0)
+    assert pool.speed(0) == pytest.approx(4)
