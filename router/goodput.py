@@ -289,7 +289,7 @@ class GoodputPolicy:
         is_kept = np.ones(len(columns.views), np.bool_)
         if ask.tpot_ms is not None:
             is_kept = quantile <= ask.tpot_ms
-        # However long it has waited: a prompt may take minutes, and nobody joins the batch meanwhile.
+        # However long it has waited: a prompt may take minutes, and nobody joins meanwhile.
         is_kept_local = is_kept & (_quantile(tpot_local, ratio) <= columns.tightest)
         if ask.spares_residents:
             is_kept = is_kept & (quantile <= columns.tightest)
