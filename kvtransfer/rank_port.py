@@ -154,7 +154,7 @@ class LocalPort:
     def submit(self, write: Write) -> None:
         if write.conversion is not None:
             assert self._converter is not None, "there is no memory to stage in"
-            write.stage = self._converter.stage(write.conversion)
+            write.stage = self._converter.stage(write.conversion, write.peer)
         if write.content is not None and self._read is not None:
             read = self._read if write.stage is None else write.stage.read
             write.notification = partial(write.content.seal, read)

@@ -9,7 +9,6 @@ on the connectors' threads. On the CPU no KV-sized memory is allocated for a wri
 from __future__ import annotations
 
 import threading
-from collections import deque
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -42,43 +41,44 @@ class Ring:
 
     ::
 
-        │ free │ oldest … newest │ free │        a piece that does not fit before the end begins
-               └ tail            └ head          at the start; what it skips is free again with it
+        │ piece │ free │ piece │ piece │ free │      the first gap that is large enough is taken
+
+    Nobody has more than half of it, unless in one piece: a write that does not end must not stop
+    those to other peers.
     """
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
-        self._pieces: deque[tuple[int, int]] = deque()  # (start, end), oldest first
-        self._returned: set[int] = set()
+        self._pieces: dict[int, tuple[int, str]] = {}  # start → (end, whose), by start
 
-    def try_take(self, num_bytes: int) -> int | None:
+    def try_take(self, num_bytes: int, owner: str = "") -> int | None:
         """The start of a piece; None when there is no room now. ValueError when there never is."""
         size = -(-num_bytes // STAGING_ALIGNMENT) * STAGING_ALIGNMENT
         if size > self.num_bytes:
             raise ValueError(f"{num_bytes} bytes are more than the ring's {self.num_bytes}")
-        start = self._start_of(size)
+        own = sum(end - start for start, (end, whose) in self._pieces.items() if whose == owner)
+        if own and own + size > self.num_bytes // 2:
+            return None
+        start = self._gap(size)
         if start is not None:
-            self._pieces.append((start, start + size))
+            self._pieces[start] = (start + size, owner)
+            self._pieces = dict(sorted(self._pieces.items()))
         return start
 
     def give_back(self, start: int) -> None:
-        self._returned.add(start)
-        while self._pieces and self._pieces[0][0] in self._returned:
-            self._returned.remove(self._pieces.popleft()[0])
+        del self._pieces[start]
 
     @property
     def is_empty(self) -> bool:
         return not self._pieces
 
-    def _start_of(self, size: int) -> int | None:
-        if not self._pieces:
-            return 0
-        tail, head = self._pieces[0][0], self._pieces[-1][1]
-        if tail < head:  # what is used is in one stretch
-            if head + size <= self.num_bytes:
-                return head
-            return 0 if size <= tail else None
-        return head if head + size <= tail else None
+    def _gap(self, size: int) -> int | None:
+        free_from = 0
+        for start, (end, _) in self._pieces.items():
+            if start - free_from >= size:
+                return free_from
+            free_from = end
+        return free_from if self.num_bytes - free_from >= size else None
 
 
 class Converter:
@@ -109,14 +109,15 @@ class Converter:
     def is_idle(self) -> bool:
         return self._ring.is_empty
 
-    def stage(self, conversion: Conversion) -> StagedBlocks:
-        return StagedBlocks(self, conversion)
+    def stage(self, conversion: Conversion, owner: str = "") -> StagedBlocks:
+        """``owner`` is the peer whose write it is."""
+        return StagedBlocks(self, conversion, owner)
 
-    def try_fill(self, conversion: Conversion) -> int | None:
+    def try_fill(self, conversion: Conversion, owner: str) -> int | None:
         """Converts into the ring; where that begins, in bytes of the memory. None without room.
         ValueError when there is never room for so much."""
         with self._lock:
-            start = self._ring.try_take(conversion.num_bytes)
+            start = self._ring.try_take(conversion.num_bytes, owner)
         if start is None:
             return None
         first_byte = self._first_byte + start
@@ -167,10 +168,11 @@ class StagedBlocks:
 
     converter: Converter
     conversion: Conversion
+    owner: str
     _first_byte: int | None = None
 
     def try_fill(self, copies: Copies) -> Copies | None:
-        first_byte = self.converter.try_fill(self.conversion)
+        first_byte = self.converter.try_fill(self.conversion, self.owner)
         if first_byte is None:
             return None
         self._first_byte = first_byte

@@ -46,7 +46,7 @@ def test_pieces_of_a_ring_never_overlap_and_all_of_it_comes_back(
     ring = Ring(4096)
     out: dict[int, int] = {}
     for size, which in steps:
-        start = ring.try_take(size)
+        start = ring.try_take(size, str(size))
         if start is None:
             assert out, "an empty ring has room"
             returned = sorted(out)[which % len(out)]
@@ -61,6 +61,18 @@ def test_pieces_of_a_ring_never_overlap_and_all_of_it_comes_back(
         ring.give_back(start)
     assert ring.is_empty
     assert ring.try_take(4096) == 0
+
+
+def test_a_write_that_does_not_end_leaves_room_for_other_peers() -> None:
+    ring = Ring(4096)
+    stuck = [ring.try_take(1024, "stopped"), ring.try_take(1024, "stopped")]
+    assert None not in stuck
+    assert ring.try_take(1024, "stopped") is None  # it has its half
+    for _ in range(8):  # more than once around
+        pieces = [ring.try_take(1024, "well"), ring.try_take(1024, "well")]
+        for piece in pieces:
+            assert piece is not None
+            ring.give_back(piece)
 
 
 def test_a_piece_larger_than_the_ring_is_refused() -> None:
@@ -196,6 +208,9 @@ async def test_a_write_without_room_waits_and_a_cancelled_one_gives_its_room_bac
         assert send.state is SendState.DRAINING_NIC
         sides = Side(BF16, blocks(1)), Side(INT8, blocks(1))
         stage, copies = staged(converter, *sides, range(4), range(2))
+        assert stage.try_fill(copies) is not None  # of another peer, which has room
+        stage.release()
+        ((_, stage.owner), *_) = converter._ring._pieces.values()
         assert stage.try_fill(copies) is None
         send.cancel()
         await pair.prefill.manager.forget(pair.decode.ref.instance_id)
