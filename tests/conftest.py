@@ -18,6 +18,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 import pytest_asyncio
+import structlog
 
 # The default run tries the same cases every time, so that what it says about a commit is about that
 # commit; `--hypothesis-profile=explore` looks for new ones.
@@ -55,6 +56,18 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     _expect_none(lambda: _lasting_threads() - threads_before, "threads left running")
     _expect_none(lambda: child_processes() - children_before, "child processes left running")
+
+
+@pytest.fixture(autouse=True)
+def tidy_logs() -> Iterator[None]:
+    """A command that a test runs in this process makes logs go to a stderr that is that test's."""
+    before = structlog.get_config() if structlog.is_configured() else None
+    yield
+    if before is not None:
+        structlog.configure(**before)
+    else:
+        structlog.reset_defaults()
+    structlog.contextvars.clear_contextvars()
 
 
 @pytest_asyncio.fixture

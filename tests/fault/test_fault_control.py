@@ -15,6 +15,7 @@ from isthmus.common.ids import new_transfer_id
 from isthmus.common.rpc import create_channel, error_from_rpc
 from isthmus.common.transfer import (
     PROTOCOL_VERSION,
+    ConnectorOffer,
     RankEndpoint,
     TransferOffer,
     TransferTicket,
@@ -176,8 +177,9 @@ async def check_refused(running: Serving, old: InstanceRef, new: InstanceRef) ->
         assert updates[0].failed.error.code == StaleEpochError.code
     layout = decode.kv_layout
     num_bytes = layout.block_bytes * decode.num_blocks
-    rank = RankEndpoint(0, b"an old agent", 4096, num_bytes, decode.num_blocks, layout)
-    offer = TransferOffer(PROTOCOL_VERSION, layout.compat_hash, old, "nixl", (rank,))
+    connectors = (ConnectorOffer("nixl", b"an old agent", "a machine"),)
+    rank = RankEndpoint(0, connectors, 4096, num_bytes, decode.num_blocks, layout)
+    offer = TransferOffer(PROTOCOL_VERSION, layout.compat_hash, old, (rank,))
     stale = transfer_pb2.HandshakeRequest(offer=convert.offer_to_pb(offer))
     async with create_channel(decode.address) as channel:
         stub = transfer_pb2_grpc.TransferServiceStub(channel)

@@ -75,6 +75,7 @@ def test_rates_are_compared_round_by_round() -> None:
 
 
 def test_short_measurement_is_complete_and_can_be_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="pictures are of the bench extra")
     cases = cases_of(["4KiB", "16KiB"], [1, 8], POOL)
     result = measure(["memcpy", "shm"], cases, POOL, num_rounds=2, num_writes=2)
     assert result.left_out == {}
