@@ -177,7 +177,7 @@ async def check_refused(running: Serving, old: InstanceRef, new: InstanceRef) ->
         assert updates[0].failed.error.code == StaleEpochError.code
     layout = decode.kv_layout
     num_bytes = layout.block_bytes * decode.num_blocks
-    connectors = (ConnectorOffer("nixl", b"an old agent", "a machine"),)
+    connectors = (ConnectorOffer("nixl", b"an old agent"),)
     rank = RankEndpoint(0, connectors, 4096, num_bytes, decode.num_blocks, layout)
     offer = TransferOffer(PROTOCOL_VERSION, layout.compat_hash, old, (rank,))
     stale = transfer_pb2.HandshakeRequest(offer=convert.offer_to_pb(offer))
