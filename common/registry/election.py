@@ -78,6 +78,8 @@ class Candidate:
         return self.state is CandidateState.LEADING
 
     async def run(self) -> None:
+        # A new watch says nothing of a key that went before it began.
+        self._holder, self._revision = None, 0
         async with asyncio.TaskGroup() as group:
             group.create_task(self._watch(), name="election-watch")
             group.create_task(self._campaign(), name="election-campaign")
