@@ -288,8 +288,9 @@ class Router:
         self, query: RouteQuery, look: Look, action: RouteAction, now_ns: int
     ) -> RouteDecision:
         candidates = look.weighed.candidates
-        decision = self._commit(query, candidates, now_ns, action, is_infeasible=look.is_infeasible)
+        # Before the commitment: a probe that it sends closes the breaker to everybody else.
         record = DecisionRecord.of(query, self._left_out(query, now_ns), self._clock.now_ns())
+        decision = self._commit(query, candidates, now_ns, action, is_infeasible=look.is_infeasible)
         self.log.add(record.decided(decision, candidates))
         return decision
 
