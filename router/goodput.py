@@ -31,6 +31,7 @@ import numpy as np
 
 from isthmus.common.ids import InstanceId
 from isthmus.common.types import LocalPrefillReason
+from isthmus.router.decider import local_prefill_reason
 from isthmus.router.links import SETUP_MS
 from isthmus.router.policy import Candidate
 from isthmus.router.predictor import DecodeOption, PrefillOption
@@ -461,15 +462,9 @@ class GoodputPolicy:
         return Candidate(option, prefill, self._why_local(table, option), cost)
 
     def _why_local(self, table: PairTable, decode: DecodeOption) -> LocalPrefillReason:
-        if table.decodes.is_mixed[table.decode_row[decode.view.instance_id]]:
-            return LocalPrefillReason.MIXED_ROLE
-        if not table.prefills.is_usable.any():
-            return LocalPrefillReason.NO_PREFILL_INSTANCE
-        if decode.uncached_tokens >= self._min_remote:
-            return LocalPrefillReason.POLICY
-        if decode.cached_tokens:
-            return LocalPrefillReason.PREFIX_CACHED
-        return LocalPrefillReason.SHORT_PROMPT
+        has_prefill = bool(table.prefills.num_usable)
+        reason = local_prefill_reason(decode, has_prefill, self._min_remote)
+        return reason or LocalPrefillReason.POLICY
 
     def _outlook(
         self,
