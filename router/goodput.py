@@ -80,7 +80,7 @@ class Ask:
 class Weighed:
     """``candidates``: that can start now and keep every promise, best first; may be empty.
 
-    ``floor_ms``: TTFT on the best instance if it were idle, as predicted and as its quantile;
+    ``work_ms``: TTFT on the best instance if it were idle; ``floor_quantile_ms``: as its quantile;
     ``least_ttft_ms``, ``least_tpot_ms``: what the quickest of all that are registered would take if
     it were idle and as quick as its model says, whether it may be chosen now or not. ``ready_ms``:
     when somebody could start. ``obstacle`` names what kept the list empty.
@@ -88,7 +88,6 @@ class Weighed:
 
     candidates: list[Candidate]
     work_ms: float
-    floor_ms: float
     floor_quantile_ms: float
     least_ttft_ms: float
     least_tpot_ms: float
@@ -161,7 +160,7 @@ class GoodputPolicy:
         local_costs = self._local_costs(table, query, ask, prices, local, decode)
         starts = remote.wait <= table.prefills.ahead
         starts_local = local.wait <= table.local.ahead
-        most = _most_ratio(ask.ttft_ms, weighed.floor_ms)
+        most = _most_ratio(ask.ttft_ms, weighed.work_ms)
         remote_ratio = ask.remote.within(ask.quantile, most, ask.now_ns)
         local_ratio = ask.local.within(ask.quantile, most, ask.now_ns)
         may_pair = _within(remote, ask, remote_ratio)
@@ -491,7 +490,6 @@ class GoodputPolicy:
         return Weighed(
             candidates=[],
             work_ms=work,
-            floor_ms=work,
             floor_quantile_ms=(work + FLOOR_MS) * ratio - FLOOR_MS,
             least_ttft_ms=min(remote.least_ms, local.least_ms),
             least_tpot_ms=decode.least_ms,

@@ -69,7 +69,6 @@ class Pool:
     """Of one model, as it was last looked at, and how much it has been given to do lately."""
 
     ready_ms: float
-    floor_ms: float
     num_workers: int
     plans_ns: int = 0  # when to look again at who must be left out
     started_ms: float = 0.0  # work, decaying
@@ -280,10 +279,10 @@ class Intake:
         weighed = look.weighed
         pool = self._pools.get(model)
         if pool is None:
-            pool = Pool(weighed.ready_ms, weighed.floor_ms, weighed.num_workers)
+            pool = Pool(weighed.ready_ms, weighed.num_workers)
             self._pools[model] = pool
         else:
-            pool.ready_ms, pool.floor_ms = weighed.ready_ms, weighed.floor_ms
+            pool.ready_ms = weighed.ready_ms
             pool.num_workers = weighed.num_workers
         return pool
 

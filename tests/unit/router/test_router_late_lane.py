@@ -120,7 +120,7 @@ def test_late_work_beyond_its_share_is_paid_back_before_more_goes_first() -> Non
 
 
 def test_a_long_prompt_is_not_taken_for_the_work_of_many_instances() -> None:
-    pool = Pool(ready_ms=0.0, floor_ms=1.0, num_workers=2)
+    pool = Pool(ready_ms=0.0, num_workers=2)
     pool.started(100 * SPEED_MEMORY_MS, 0)
     assert pool.speed(0) == 2
     for _ in range(30):
