@@ -161,9 +161,7 @@ class Placement:
 
     def elapsed_ms(self, query: RouteQuery) -> float:
         """Since its arrival; 0 where that is not known."""
-        if not query.arrival_ns:
-            return 0.0
-        return max(0.0, (self._clock.now_ns() - query.arrival_ns) / NS_PER_MS)
+        return query.elapsed_ms(self._clock.now_ns())
 
     def _ask(
         self,

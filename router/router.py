@@ -256,9 +256,7 @@ class Router:
         for view in (decode, prefill):
             view.last_chosen = self._turn
             view.breaker.dispatched(decision.decision_id, now_ns)
-        elapsed_ms = 0.0
-        if query.arrival_ns:
-            elapsed_ms = max(0.0, (self._clock.now_ns() - query.arrival_ns) / NS_PER_MS)
+        elapsed_ms = query.elapsed_ms(self._clock.now_ns())
         self.feedback.opened(decision, query, chosen, elapsed_ms, now_ns)
         if decode.load is None or prefill.load is None:
             metrics.ROUTE_FALLBACK.inc()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+from isthmus.common.clock import NS_PER_MS
 from isthmus.common.ids import HashChain, InstanceId, RequestId
 from isthmus.common.timeline import Timeline
 from isthmus.common.types import Slo
@@ -30,6 +31,12 @@ class RouteQuery:
     exclude: frozenset[InstanceId] = frozenset()
     prefer_decode: InstanceId | None = None
     needs_whole_prompt: bool = False  # every prompt position must be computed (prompt logprobs)
+
+    def elapsed_ms(self, unix_ns: int) -> float:
+        """From its arrival until then; 0 where that is not known."""
+        if not self.arrival_ns:
+            return 0.0
+        return max(0.0, (unix_ns - self.arrival_ns) / NS_PER_MS)
 
 
 class OutcomeKind(Enum):

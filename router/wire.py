@@ -35,7 +35,6 @@ _FILTERS = {reason.value: reason for reason in FilterReason}
 
 
 def query_to_pb(query: RouteQuery, *, may_wait: bool, gateway_id: str) -> pb.RouteRequest:
-    elapsed_ns = time.time_ns() - query.arrival_ns if query.arrival_ns else 0
     return pb.RouteRequest(
         request_id=query.request_id,
         model=query.model,
@@ -47,7 +46,7 @@ def query_to_pb(query: RouteQuery, *, may_wait: bool, gateway_id: str) -> pb.Rou
         exclude=sorted(query.exclude),
         prefer_decode=query.prefer_decode or "",
         needs_whole_prompt=query.needs_whole_prompt,
-        elapsed_ms=max(0, elapsed_ns) / NS_PER_MS,
+        elapsed_ms=query.elapsed_ms(time.time_ns()),
         timeout_ms=max(1, ms_left(query.deadline_ns)) if query.deadline_ns else 0,
         may_wait=may_wait,
         gateway_id=gateway_id,
