@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from isthmus.common.clock import NS_PER_MS
 from isthmus.router.cluster_view import InstanceView
 from isthmus.router.ledger import NO_LIMIT, Burden, PendingLoad
+from isthmus.router.links import SETUP_MS
 from isthmus.router.types import RouteQuery
 
 EXPECTED_OUTPUT_TOKENS = 128  # ô: only right in the mean; a request's own limit caps it
@@ -26,7 +27,6 @@ FACTOR_SMOOTHING = 0.1
 FACTOR_RANGE = (0.2, 5.0)
 MAX_SURPRISE = 1.5  # as which one measurement counts at most
 RATIO_FLOOR_MS = 10.0  # constant overheads must not read as a slow instance when times are tiny
-TRANSFER_SETUP_MS = 2.0
 UNMEASURED_BYTES_PER_MS = 1e6  # 1 GB/s: a modest link; chunks travel while later ones compute
 
 
@@ -213,7 +213,7 @@ def transfer_ms(decode: DecodeOption, source: InstanceView | None = None) -> flo
     measured there, else over one of which nothing is known."""
     num_bytes = decode.uncached_tokens * decode.view.token_bytes
     measured = source.link_bytes_per_ms.get(decode.view.instance_id) if source is not None else None
-    return TRANSFER_SETUP_MS + num_bytes / (measured or UNMEASURED_BYTES_PER_MS)
+    return SETUP_MS + num_bytes / (measured or UNMEASURED_BYTES_PER_MS)
 
 
 def _corrected(now: float, then: float, predicted_ms: float, measured_ms: float) -> float:

@@ -19,7 +19,7 @@ from isthmus.common.clock import NS_PER_MS
 from isthmus.common.cluster import InstanceState, Role
 from isthmus.common.ids import InstanceId
 from isthmus.router.cluster_view import PROMPT_MEMORY_MS, InstanceView
-from isthmus.router.ledger import PendingLoad
+from isthmus.router.ledger import NO_LIMIT, PendingLoad
 from isthmus.router.links import Links
 from isthmus.router.pairing import CompatKey
 
@@ -31,7 +31,6 @@ AHEAD_MS = 25.0
 """Work that waits at an instance, so that it need not wait for the next prompt …"""
 AHEAD_BASES = 4.0
 """… and can compute short ones together, where a step costs much whatever is in it."""
-NO_LIMIT = float("inf")
 
 
 class PromptColumns:
