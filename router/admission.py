@@ -129,9 +129,6 @@ def _wait_ms(view: InstanceView, reason: FilterReason | None, now_ns: int) -> in
         return view.breaker.wait_ms(now_ns)
     if reason is FilterReason.SUSPECT:
         return SUSPECT_RETRY_MS
-    if reason is FilterReason.NOT_READY and view.info.state in (
-        InstanceState.STARTING,
-        InstanceState.SWITCHING,
-    ):
+    if reason is FilterReason.NOT_READY and view.info.state in _COMING:
         return STARTING_RETRY_MS
     return RETRY_MS
