@@ -105,9 +105,6 @@ class PendingLoad:
     num_strange: int = 0
 
 
-NOTHING_PENDING = PendingLoad()
-
-
 @dataclass(frozen=True, slots=True)
 class Seen:
     """The last report of an instance: when it came, of how many sequences it speaks, and how many

@@ -11,10 +11,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from isthmus.common.clock import NS_PER_MS
 from isthmus.common.ids import DecisionId, InstanceId
 from isthmus.router.ledger import (
-    NOTHING_PENDING,
     RESERVATION_TRANSITIONS,
     Burden,
     Ledger,
+    PendingLoad,
     ReservationState,
 )
 
@@ -82,7 +82,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(instance=st.sampled_from(INSTANCES))
     def lose(self, instance: InstanceId) -> None:
         self.ledger.forget(instance)
-        assert self.ledger.pending(instance) == NOTHING_PENDING
+        assert self.ledger.pending(instance) == PendingLoad()
 
     @rule(ms=st.integers(1, 3_000))
     def time_passes(self, ms: int) -> None:
@@ -125,7 +125,7 @@ class LedgerMachine(RuleBasedStateMachine):
             self.ledger.end(decision, self.now_ns)
         assert len(self.ledger) == 0
         for instance in INSTANCES:
-            assert replace(self.ledger.pending(instance), num_strange=0) == NOTHING_PENDING
+            assert replace(self.ledger.pending(instance), num_strange=0) == PendingLoad()
         self.ledger.check_integrity()
 
 
