@@ -73,7 +73,6 @@ class Ask:
     tpot: Residuals
     now_ns: int
     spares_residents: bool = True
-    may_explore: bool = False
 
 
 @dataclass(slots=True)
@@ -174,7 +173,7 @@ class GoodputPolicy:
             may_local &= local_costs <= pair_costs.min()
         pair_costs = pair_costs + np.where(starts, 0.0, NEVER)[:, None]
         local_costs = np.where(may_local, local_costs, NEVER)
-        chosen = self._best(table, pair_costs, local_costs, ask)
+        chosen = self._best(table, pair_costs, local_costs)
         if chosen is None:
             weighed.obstacle = _obstacle(starts, may_decode, decode, remote, local)
             return weighed
@@ -367,16 +366,14 @@ class GoodputPolicy:
 
     # --- the choice ------------------------------------------------------------------------------
 
-    def _best(
-        self, table: PairTable, pairs: Floats, locals_: Floats, ask: Ask
-    ) -> tuple[int, int] | None:
+    def _best(self, table: PairTable, pairs: Floats, locals_: Floats) -> tuple[int, int] | None:
         """(prefill row, decode column), −1 for a local prefill; None when nothing is possible."""
         best_pair = float(pairs.min()) if pairs.size else NEVER
         best_local = float(locals_.min()) if locals_.size else NEVER
         best = min(best_pair, best_local)
         if best == NEVER:
             return None
-        if ask.may_explore and self._random.random() < self._exploration:
+        if self._random.random() < self._exploration:
             return self._any(pairs, locals_)
         limit = best + NEAR_TIE_MS
         ties: list[tuple[float, float, int, int]] = []

@@ -189,7 +189,6 @@ class Placement:
             tpot=known.residuals.of(Kind.TPOT, bucket),
             now_ns=now_ns,
             spares_residents=not is_aged,
-            may_explore=True,
         )
 
 
