@@ -57,7 +57,8 @@ def parse_args(argv: Sequence[str] | None = None) -> RouterArgs:
 
 
 async def serve(args: RouterArgs) -> None:
-    """Runs until a signal has been handled and everything is closed."""
+    """Runs until a signal has been handled and everything is closed. Raises ConfigError or
+    InternalError when it cannot listen on the configured host."""
     log = get_logger("router")
     stop = asyncio.Event()
 
@@ -70,11 +71,15 @@ async def serve(args: RouterArgs) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal, number)
     config, clock = args.config, SystemClock()
+    try:
+        server, thread = start_http_server(0, addr=config.host)
+    except OSError as error:
+        text = f"cannot listen on {config.host}: {error.strerror or error}"
+        raise ConfigError(text, stage="start") from error
     registry = EmbeddedRegistryClient(args.registry)
     router = Router(config.router, clock, tenant_weights=config.tenant_weights)
     feed = ClusterFeed(registry, config.name, router.state, config.router)
     host = RouterHost(router, registry, config, args.router_id, clock)
-    server, thread = start_http_server(0, addr=config.host)
     feed.start()
     try:
         await feed.wait_listed(LISTED_S)  # who leads should know whom to choose from
@@ -96,10 +101,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = parse_args(argv)
         configure_logging(args.config.logging, role="router", instance=args.router_id)
+        uvloop.run(serve(args))
     except IsthmusError as error:
         sys.stderr.write(f"{error.message}\n")
         return 1
-    uvloop.run(serve(args))
     return 0
 
 
