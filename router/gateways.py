@@ -76,6 +76,7 @@ class OpenDecisions:
 
 
 def _drop_expired(opened: dict[DecisionId, None], router: Router) -> None:
-    """Decisions expire in the order in which they were made."""
+    """About in the order in which they expire: a first token gives one its time anew, and those
+    behind it stay as long as it does."""
     while opened and not router.is_open(oldest := next(iter(opened))):
         del opened[oldest]
