@@ -249,7 +249,7 @@ def test_silent_instance_is_doubted_more_and_more() -> None:
 
 
 def test_a_link_that_was_measured_to_be_slow_is_avoided() -> None:
-    """Two equal pairs' worth of instances; from p0 everything goes ten thousand times slower."""
+    """Two equal pairs' worth of instances; from p0 everything goes fifty thousand times slower."""
     cluster = Cluster(2, 1)
     slow = (LinkRate(InstanceId("d0"), 1e5),)
     fast = (LinkRate(InstanceId("d0"), 5e9),)
