@@ -93,13 +93,13 @@ class Router:
 
     def submit(self, query: RouteQuery) -> Verdict:
         """Decides, holds or refuses. ``query.request_id`` must not be held already."""
-        now_ns = self._clock.monotonic_ns()
-        self.feedback.expire(now_ns)
         if self._intake is None:
             try:
                 return Admitted(self.route(query))
             except IsthmusError as error:
                 return Rejected(error)
+        now_ns = self._clock.monotonic_ns()
+        self.feedback.expire(now_ns)
         return self._settled_at_once(query, self._intake, now_ns)
 
     def tick(self) -> list[Settled]:
