@@ -114,3 +114,19 @@ async def test_a_leader_goes_on_while_the_registry_is_away() -> None:
     assert changes == [True]
     await candidate.resign()
     assert holder(registry) is None
+
+
+@pytest.mark.asyncio
+async def test_one_that_is_begun_anew_follows_nobody_who_left_meanwhile() -> None:
+    registry = MemoryRegistry(VirtualClock())
+    a, b = (Candidate(registry, KEY, name, LEASE_MS) for name in (b"a", b"b"))
+    async with running(a) as kill:
+        await poll_until(lambda: a.is_leading)
+        async with running(b):
+            await poll_until(lambda: b._holder == b"a")
+        await b.resign()
+        kill()
+        await a.resign()
+    async with running(b):
+        await poll_until(lambda: b.is_leading)
+        assert holder(registry) == b"b"
