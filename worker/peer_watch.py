@@ -2,9 +2,9 @@
 
 A peer that dies and comes back under another id is never met again, but its KV store stays mapped
 here, with its connector's descriptors and its channel. So an id that the registry has not listed
-for the grace period is forgotten everywhere, unless something is still open with it: a peer may be
-cut off from the registry and well. While the registry is out of reach nobody is missed. Being
-forgotten wrongly costs one more handshake.
+for the grace period is forgotten by every holder that has nothing open with it: a peer may be cut
+off from the registry and well. While the registry is out of reach nobody is missed. Being forgotten
+wrongly costs one more handshake.
 """
 
 from __future__ import annotations
@@ -78,7 +78,9 @@ class PeerWatch:
             del since[peer]
             log.info("peer forgotten, it has left the registry", peer=peer)
             for holder in self._holders:
-                await holder.forget(peer)
+                # What it has open with the peer it keeps, until that has ended.
+                if peer in holder.idle_peers():
+                    await holder.forget(peer)
 
     async def close(self) -> None:
         if self._task is not None:

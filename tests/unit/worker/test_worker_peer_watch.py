@@ -70,6 +70,19 @@ async def test_a_peer_that_comes_back_or_works_begins_its_grace_anew() -> None:
     assert not holder.forgotten
 
 
+async def test_whoever_has_something_open_with_a_peer_is_not_made_to_forget_it() -> None:
+    transfers, channels = Holder(), Holder(GONE)  # the call has ended, its blocks still rest
+    rig = Rig(transfers, channels)
+    await rig.look_after(0)
+    await rig.look_after(GRACE_MS)
+    assert channels.forgotten == [GONE]
+    assert not transfers.forgotten
+    transfers.idle = {GONE}
+    await rig.look_after(0)
+    await rig.look_after(GRACE_MS)
+    assert transfers.forgotten == [GONE]
+
+
 async def test_nobody_is_missed_while_the_registry_is_out_of_reach(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
