@@ -181,13 +181,13 @@ class PrefillClient:
         self, ref: InstanceRef, request: Request, ticket: TransferTicket
     ) -> AsyncGenerator[PrefillUpdate, None]:
         stub = prefill_pb2_grpc.PrefillServiceStub(self._channel(ref))
-        self._num_calls[ref.instance_id] += 1
         call = stub.Prefill(
             prefill_pb2.PrefillRequest(request=request_to_pb(request), ticket=ticket_to_pb(ticket)),
             # However long the prompt waits and is computed: a peer that has stopped or vanished is
             # noticed by the channel's keepalive, and a transfer that stalls by its session.
             timeout=ms_left(ticket.deadline_ns) / 1000 + _STREAM_GRACE_S,
         )
+        self._num_calls[ref.instance_id] += 1
         try:
             async for message in call:
                 yield update_from_pb(message)
