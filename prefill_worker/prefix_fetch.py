@@ -202,6 +202,7 @@ class PrefixFetches:
 
     @property
     def num_resting(self) -> int:
+        """Given up fetches that the peer may still write to."""
         return len(self._tasks)
 
     async def close(self, timeout_s: float) -> None:

@@ -217,7 +217,8 @@ class PrefillWorker:
         return len(self._calls) + self._fetches.num_waiting
 
     def num_held(self) -> int:
-        return sum(not call.is_open for call in self._calls.values())
+        num_ended = sum(not call.is_open for call in self._calls.values())
+        return num_ended + self._fetches.num_resting
 
     def idle_peers(self) -> set[InstanceId]:
         return set()
