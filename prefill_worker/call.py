@@ -22,6 +22,7 @@ from enum import Enum
 
 from isthmus.common.clock import Clock
 from isthmus.common.errors import CancelledError, InternalError, IsthmusError
+from isthmus.common.ids import BlockId
 from isthmus.common.layer_progress import LayerProgress
 from isthmus.common.prefill import (
     PrefillAccepted,
@@ -119,9 +120,7 @@ class PrefillCall:
         if self.state is not CallState.COMPUTING:
             return
         self._under_way.append(progress)
-        steps = tuple(self._under_way)
-        for piece in self._feed.launch(num_tokens):
-            self._push(piece, _AreFinal(steps, piece.layers.stop))
+        self._push(self._feed.launch(num_tokens), tuple(self._under_way))
 
     def on_update(self, update: SequenceUpdate, ended_ns: int) -> None:
         """What a step did, which ended at ``ended_ns`` (unix time): says so, and sends what is
@@ -159,23 +158,29 @@ class PrefillCall:
 
     def _on_landed(self, num_computed_tokens: int) -> None:
         pieces = self._feed.land(num_computed_tokens)
-        for piece in pieces:
-            self._push(piece)
+        self._push(pieces)
         if pieces and self.is_open:
             self.updates.put_nowait(PrefillChunkSent(self._num_chunks, num_computed_tokens))
             self._num_chunks += 1
 
-    def _push(self, piece: Piece, is_ready: Callable[[], bool] | None = None) -> None:
-        if not self.is_open:
+    def _push(self, pieces: list[Piece], steps: tuple[LayerProgress, ...] = ()) -> None:
+        """``steps`` are those that make the pieces final; none where they are."""
+        if not pieces:
             return
-        table = self._engine.block_table(self.request.request_id)
-        first, stop = (index - self.ticket.first_block for index in (piece.first, piece.stop))
-        own = self.session.source_blocks(first, stop)
-        part = LayerPart(piece.layers, is_ready)
+        table = self._engine.block_table(self.request.request_id)  # copied once for all pieces
         try:
-            self.session.push(first, table[own.start : own.stop], piece.is_last, stop - first, part)
+            for piece in pieces:
+                self._push_piece(piece, table, steps)
         except IsthmusError as error:
             self.fail(error)
+
+    def _push_piece(
+        self, piece: Piece, table: tuple[BlockId, ...], steps: tuple[LayerProgress, ...]
+    ) -> None:
+        first, stop = (index - self.ticket.first_block for index in (piece.first, piece.stop))
+        own = self.session.source_blocks(first, stop)
+        part = LayerPart(piece.layers, _AreFinal(steps, piece.layers.stop) if steps else None)
+        self.session.push(first, table[own.start : own.stop], piece.is_last, stop - first, part)
 
     # --- ends ------------------------------------------------------------------------------------
 
