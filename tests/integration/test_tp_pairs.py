@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator
@@ -188,15 +189,16 @@ async def test_a_follower_killed_while_it_receives_ends_its_instance_alone(
 async def wait_blocks_back(info: InstanceInfo) -> None:
     """Until no block is held. A write that hangs by script ends with its peer, which leaves when
     its successor comes."""
-    while True:
+    async with asyncio.timeout(60):
         reply = await check_integrity(info)
-        if reply.load.free_blocks == reply.load.num_blocks:
-            assert reply.is_clean, reply.problem
-            return
+        while reply.load.free_blocks != reply.load.num_blocks:
+            reply = await check_integrity(info)
+    assert reply.is_clean, reply.problem
 
 
 async def wait_sending(prefill: InstanceInfo) -> None:
     """Until all of a prompt is pushed and hangs."""
     states: dict[str, int] = {}
-    while states.get("send:draining_nic") != 1:
-        states = dict((await check_integrity(prefill)).sessions_by_state)
+    async with asyncio.timeout(60):
+        while states.get("send:draining_nic") != 1:
+            states = dict((await check_integrity(prefill)).sessions_by_state)
