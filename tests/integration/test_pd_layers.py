@@ -12,10 +12,8 @@ import pytest
 
 from isthmus.common.cluster import InstanceInfo, Role
 from isthmus.common.config import ClusterConfig
-from isthmus.common.rpc import create_channel
-from isthmus.protos.v1 import instance_pb2, instance_pb2_grpc
 from tests.support.engine_driver import make_prompt
-from tests.support.gateway_stub import Answer, GatewayStub, make_request, wait_idle
+from tests.support.gateway_stub import Answer, GatewayStub, check_integrity, make_request, wait_idle
 from tests.support.local_cluster import LocalCluster, LocalWorker, local_config
 from tests.support.poll import poll_until
 
@@ -69,10 +67,7 @@ class Pair:
 
     async def sessions(self) -> dict[str, int]:
         """Of the decode instance, by side and state."""
-        async with create_channel(self.infos[1].address) as channel:
-            stub = instance_pb2_grpc.InstanceServiceStub(channel)
-            reply = await stub.CheckIntegrity(instance_pb2.CheckIntegrityRequest(), timeout=60)
-            return dict(reply.sessions_by_state)
+        return dict((await check_integrity(self.infos[1])).sessions_by_state)
 
 
 class BetweenLayers:
