@@ -15,6 +15,7 @@ from isthmus.common.cluster import Role
 from isthmus.common.config import ClusterConfig
 from isthmus.kernels import reference
 from isthmus.kernels.kv_views import TORCH_DTYPES
+from tests.support import engine_driver
 from tests.support.engine_driver import make_prompt
 from tests.support.gateway_stub import Answer, GatewayStub, make_request, wait_idle
 from tests.support.local_cluster import LocalCluster, LocalWorker, local_config
@@ -118,19 +119,13 @@ def cached_kv(
     """Of the prompt's full blocks, from the prefix cache: [T, L, 2, G, D] and scales."""
     core = worker.engine
     assert core is not None
-    reservation = core.reserve(make_engine_request(prompt))
+    reservation = core.reserve(engine_driver.make_request("look", tuple(prompt)))
     ids = list(reservation.cached_block_ids)
     core.cancel_reservation(reservation, quarantine=False)
     assert ids
     store = core.kv_store
     vectors = store.tensor[ids].movedim(4, 1).flatten(0, 1)
     return vectors, None if store.scales is None else store.scales[ids].movedim(4, 1).flatten(0, 1)
-
-
-def make_engine_request(prompt: Sequence[int]) -> Any:
-    from tests.support.engine_driver import make_request as make
-
-    return make("look", tuple(prompt))
 
 
 async def test_a_pair_that_cannot_convert_computes_locally_and_says_why() -> None:
