@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from isthmus.common.metrics import CANARY, CANARY_MISMATCH, CANARY_TOKENS
+from isthmus.decode_worker.canary import CanaryResult
 from tests.integration.test_pd_faults import PROMPT, Pair, faulty, start_pair
 from tests.support.engine_driver import make_prompt
 from tests.support.gateway_stub import make_request
@@ -21,8 +22,8 @@ class Counts:
 
     @staticmethod
     def _read() -> dict[str, float]:
-        results = ("equal", "near_tie", "mismatch", "interrupted", "failed")
         own = ("decode", "decode-0")
+        results = [result.value for result in CanaryResult]
         counts = {result: CANARY.labels(*own, result)._value.get() for result in results}
         alarm = CANARY_MISMATCH.labels(*own, "prefill-0")._value.get()
         return {**counts, "alarm": alarm, "tokens": CANARY_TOKENS.labels(*own)._value.get()}
