@@ -23,7 +23,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
-from isthmus.common.clock import NS_PER_S
 from isthmus.common.errors import IsthmusError
 from isthmus.common.ids import RequestId
 from isthmus.common.logging import get_logger
@@ -36,7 +35,6 @@ MAX_TOKENS = 32
 # by less.
 NEAR_TIE_NATS = 0.1
 _NUM_ALTERNATIVES = 5
-_DEADLINE_S = 600
 
 log = get_logger("canary")
 
@@ -106,7 +104,7 @@ class Canary:
         if self._waiting is None or self._run or load.running_seqs or load.waiting_seqs:
             return
         served, self._waiting = self._waiting, None
-        request = _again(served, self._runtime.clock.now_ns())
+        request = _again(served)
         try:
             self._runtime.engine.add(request, SequenceMode.PRIVATE)
         except IsthmusError as error:
@@ -183,13 +181,13 @@ def compare(
     return CanaryResult.MISMATCH, place
 
 
-def _again(served: Served, now_ns: int) -> Request:
-    """The same request once more, as far as it is compared."""
+def _again(served: Served) -> Request:
+    """The same request once more, as far as it is compared. Its deadline means nothing to the
+    engine: nobody waits for it, and it gives way to whoever does."""
     request = served.request
     return replace(
         request,
         request_id=RequestId(f"canary-{request.request_id}"),
-        deadline_ns=now_ns + _DEADLINE_S * NS_PER_S,
         sampling=replace(
             request.sampling,
             max_tokens=min(len(served.token_ids), MAX_TOKENS),
