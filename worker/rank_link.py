@@ -34,6 +34,11 @@ _HEADER = struct.Struct("<cI")
 _MAX_FRAME_BYTES = 2**28
 _MAX_MESSAGE_BYTES = 2**20  # also of what a stranger sends
 
+# A machine that is gone closes no connection: whoever only listens notices it after a minute.
+_PROBE_AFTER_S = 30
+_PROBE_EVERY_S = 5
+_NUM_PROBES = 6
+
 
 class FrameKind(Enum):
     MESSAGE = b"m"
@@ -78,6 +83,10 @@ class RankLink:
     def __init__(self, connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        if sys.platform == "linux":
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBE_AFTER_S)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_EVERY_S)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _NUM_PROBES)
         self._socket = connection
 
     def fileno(self) -> int:
