@@ -213,7 +213,10 @@ class RemotePort:
         if self._lost is None:
             closing = self._call(wire.Close(timeout_s))
             await asyncio.wait({closing}, timeout=timeout_s + _WAIT_S)
-            in_time = closing.done()
+            # A follower that ended meanwhile has closed, too.
+            in_time = closing.done() and (
+                closing.exception() is not None or closing.result() == wire.Closed(in_time=True)
+            )
         self._lose("was closed")
         self._receiver.cancel()
         await asyncio.gather(self._receiver, return_exceptions=True)
