@@ -6,7 +6,6 @@ while bytes move, so a connector that closes is never written to afterwards.
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import os
 import threading
@@ -18,6 +17,7 @@ import msgspec
 import numpy as np
 
 from isthmus.common.errors import HandshakeError, TransferError
+from isthmus.kvtransfer.connectors.copying import copy_rows
 from isthmus.kvtransfer.connectors.host import process_domain
 from isthmus.kvtransfer.copies import Copies
 from isthmus.kvtransfer.interface import (
@@ -101,8 +101,7 @@ class LocalConnector:
                 raise TransferError(f"{peer} is not a peer", stage="transfer")
             check_bounds(ops, self._region, self._peers[peer])
             there, here = self._peers[peer].base_address, self._region.base_address
-            for source, target, num_bytes in Copies.of(ops).rows.tolist():
-                ctypes.memmove(there + target, here + source, num_bytes)
+            copy_rows(Copies.of(ops).rows, here, there)
             if notification:
                 mailbox.notifications.append((self._me, notification))
         handle = WriteHandle(next(self._handles))
