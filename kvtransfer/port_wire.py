@@ -204,15 +204,13 @@ def unpack_copies(data: bytes) -> Copies:
 
 def pack_content(content: ChunkContent) -> ContentMessage:
     """Only with the blocks that hold the chunk's tokens."""
-    side, tokens, size = content.side, content.tokens, content.side.layout.block_size
-    blocks = blocks_of(tokens, size)
-    first = side.first_token // size
+    block_ids, first_token = _pack_blocks(content.side, content.tokens)
     return ContentMessage(
         note=content.note.encode(),
-        block_ids=tuple(side.block_ids[blocks.start - first : blocks.stop - first]),
-        first_token=blocks.start * size,
-        tokens=(tokens.start, tokens.stop),
-        heads=(content.heads.start, content.heads.stop),
+        block_ids=block_ids,
+        first_token=first_token,
+        tokens=_bounds(content.tokens),
+        heads=_bounds(content.heads),
         target_block_size=content.target_block_size,
         num_tokens=content.num_tokens,
         first_layer=content.first_layer,
@@ -230,24 +228,16 @@ def unpack_content(message: ContentMessage, layout: KvLayout) -> ChunkContent:
     return ChunkContent(note, side, tokens, heads, *sizes)
 
 
-def _range(bounds: tuple[int, int]) -> range:
-    return range(*bounds)
-
-
 def pack_conversion(conversion: Conversion) -> ConversionMessage:
-    source, tokens, heads, layers = (
-        *(conversion.source, conversion.tokens, conversion.heads, conversion.layers),
-    )
-    size = source.layout.block_size
-    blocks, first = blocks_of(tokens, size), source.first_token // size
+    block_ids, first_token = _pack_blocks(conversion.source, conversion.tokens)
     return ConversionMessage(
-        block_ids=tuple(source.block_ids[blocks.start - first : blocks.stop - first]),
-        first_token=blocks.start * size,
+        block_ids=block_ids,
+        first_token=first_token,
         dtype=conversion.staged.dtype,
         block_size=conversion.staged.block_size,
-        tokens=(tokens.start, tokens.stop),
-        heads=(heads.start, heads.stop),
-        layers=(layers.start, layers.stop),
+        tokens=_bounds(conversion.tokens),
+        heads=_bounds(conversion.heads),
+        layers=_bounds(conversion.layers),
         first_needed=conversion.first_needed,
     )
 
@@ -256,5 +246,16 @@ def unpack_conversion(message: ConversionMessage, layout: KvLayout) -> Conversio
     """``layout`` is the follower's own."""
     source = Side(layout, tuple(map(BlockId, message.block_ids)), message.first_token)
     staged = replace(layout, dtype=message.dtype, block_size=message.block_size)
-    tokens, heads, layers = map(_range, (message.tokens, message.heads, message.layers))
+    tokens, heads, layers = range(*message.tokens), range(*message.heads), range(*message.layers)
     return Conversion(source, staged, tokens, heads, layers, message.first_needed)
+
+
+def _pack_blocks(side: Side, tokens: range) -> tuple[tuple[int, ...], int]:
+    """The blocks that hold the tokens, and the first token of these blocks."""
+    size = side.layout.block_size
+    blocks, first = blocks_of(tokens, size), side.first_token // size
+    return tuple(side.block_ids[blocks.start - first : blocks.stop - first]), blocks.start * size
+
+
+def _bounds(numbers: range) -> tuple[int, int]:
+    return numbers.start, numbers.stop
