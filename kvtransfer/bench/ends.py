@@ -57,7 +57,11 @@ class End:
         return self.answer(timeout_s)
 
     def tell(self, method: str, *arguments: Any) -> None:
-        self._pipe.send((method, arguments))
+        """Raises TransferError when the process has ended."""
+        try:
+            self._pipe.send((method, arguments))
+        except OSError as error:
+            raise TransferError(f"{self._way}: its process has ended", stage="bench") from error
 
     def answer(self, timeout_s: float = _ROUND_S) -> Any:
         """Raises TransferError: what the process raised, or that it did not answer."""
@@ -65,7 +69,7 @@ class End:
             raise TransferError(f"{self._way}: no answer in {timeout_s:.0f} s", stage="bench")
         try:
             result = self._pipe.recv()
-        except EOFError as error:
+        except (EOFError, OSError) as error:
             raise TransferError(f"{self._way}: its process has ended", stage="bench") from error
         if isinstance(result, str):
             raise TransferError(f"{self._way}: {result}", stage="bench")
