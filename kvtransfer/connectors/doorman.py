@@ -159,9 +159,9 @@ def _enter(connection: socket.socket, address: Address, my_name: str) -> int:
     if not refusal:
         connection.sendall(msgspec.msgpack.encode(_Hello(address.token, my_name)))
         data, fds, _, _ = socket.recv_fds(connection, _MAX_GREETING_BYTES, 1)
-        refusal = msgspec.msgpack.decode(data, type=_Welcome).refusal if data else "it hung up"
-        if fds:
+        if fds:  # the caller's now: nothing may be raised here
             return fds[0]
+        refusal = msgspec.msgpack.decode(data, type=_Welcome).refusal if data else "it hung up"
     raise HandshakeError(
         f"shared memory: not let in: {refusal or 'no memory came'}", stage="handshake"
     )
