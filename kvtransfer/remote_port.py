@@ -8,6 +8,7 @@ FAILED, since any part of them may have landed, and whoever waits for it gets an
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
 from contextlib import suppress
 from typing import TypeVar
@@ -185,7 +186,7 @@ class RemotePort:
     async def add_peer(self, peer: RankEndpoint, connector: str, timeout_s: float) -> PeerName:
         adding = self._call(wire.AddPeer(peer, connector, timeout_s))
         try:
-            added = await self._answer(adding, wire.Added)
+            added = await self._answer(adding, wire.Added, timeout_s)
         except asyncio.CancelledError:
             adding.add_done_callback(self._take_back)
             raise
@@ -202,7 +203,9 @@ class RemotePort:
 
     async def remove_peer(self, peer: PeerName, timeout_s: float) -> None:
         with suppress(InstanceLostError):  # and its peers with it
-            await self._ask(wire.RemovePeer(peer, timeout_s), wire.Removed)
+            await self._answer(
+                self._call(wire.RemovePeer(peer, timeout_s)), wire.Removed, timeout_s
+            )
 
     async def count_corrupt(self, content: ChunkContent) -> int:
         request = wire.CountCorrupt(wire.pack_content(content))
@@ -245,9 +248,12 @@ class RemotePort:
     async def _ask(self, request: wire.Request, kind: type[ResultT]) -> ResultT:
         return await self._answer(self._call(request), kind)
 
-    async def _answer(self, reply: asyncio.Future[wire.Result], kind: type[ResultT]) -> ResultT:
-        """Raises what the follower raised; InstanceLostError when it is gone, or silent."""
-        for _ in range(self._num_waits):
+    async def _answer(
+        self, reply: asyncio.Future[wire.Result], kind: type[ResultT], timeout_s: float = 0.0
+    ) -> ResultT:
+        """Raises what the follower raised; InstanceLostError when it is gone, or silent for longer
+        than it may itself wait for others (``timeout_s``)."""
+        for _ in range(self._num_waits + math.ceil(timeout_s / _WAIT_S)):
             await asyncio.wait({reply}, timeout=_WAIT_S)
             if reply.done():
                 break
