@@ -26,8 +26,9 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from isthmus.common.clock import Clock
+from isthmus.common.errors import IsthmusError
 from isthmus.kvtransfer.interface import Connector, MemoryRegion, PeerName, Reached, Reaching
-from isthmus.kvtransfer.lane import Lane, hopeless, refusal, unforeseen
+from isthmus.kvtransfer.lane import Lane, hopeless, may_go
 from isthmus.kvtransfer.link import LinkEstimate
 from isthmus.kvtransfer.writes import Outcome, Sweep, Write
 
@@ -230,15 +231,11 @@ class ConnectorDriver:
     def _enqueues(self, write: Write, sweep: Sweep) -> bool:
         """False while the write has to wait for what it is to bring."""
         now_ns = self._clock.monotonic_ns()
-        if (reason := refusal(write, now_ns)) is not None:
-            sweep.end(write, Outcome.NOT_POSTED, reason)
-            return True
         try:
-            if write.is_ready is not None and not write.is_ready():
+            if not may_go(write, now_ns):
                 return False
-        except Exception as error:  # noqa: BLE001 - its owner must hear of it; nothing was sent
-            failure = unforeseen("asking for the step's progress", error)
-            sweep.end(write, Outcome.NOT_POSTED, failure)
+        except IsthmusError as error:
+            sweep.end(write, Outcome.NOT_POSTED, error)
             return True
         write.queued_ns = now_ns
         self._lane(write.peer).queue.add(write)

@@ -171,5 +171,15 @@ def refusal(write: Write, now_ns: int) -> IsthmusError | None:
     return None
 
 
+def may_go(write: Write, now_ns: int) -> bool:
+    """False while it has to wait for what it is to bring. Raises why it must not be posted."""
+    if (reason := refusal(write, now_ns)) is not None:
+        raise reason
+    try:
+        return write.is_ready is None or write.is_ready()
+    except Exception as error:
+        raise unforeseen("asking for the step's progress", error) from error
+
+
 def unforeseen(call: str, error: Exception) -> TransferError:
     return TransferError(f"{call} raised {error!r}", stage="transfer")

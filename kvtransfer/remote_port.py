@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import TypeVar
 
 from isthmus.common.clock import Clock
-from isthmus.common.errors import InstanceLostError, InternalError, TransferError
+from isthmus.common.errors import InstanceLostError, InternalError, IsthmusError, TransferError
 from isthmus.common.transfer import Checksum, RankEndpoint
 from isthmus.common.types import InstanceRef
 from isthmus.kvtransfer import port_wire as wire
@@ -22,6 +22,7 @@ from isthmus.kvtransfer.checksums import ChunkContent
 from isthmus.kvtransfer.copies import Copies
 from isthmus.kvtransfer.driver import LONGEST_PAUSE_COMPUTING_S
 from isthmus.kvtransfer.interface import PeerName
+from isthmus.kvtransfer.lane import may_go
 from isthmus.kvtransfer.link import LinkEstimate
 from isthmus.kvtransfer.writes import Outcome, Sweep, Write, WriteOwner
 
@@ -172,13 +173,12 @@ class RemotePort:
 
     def _send_ready(self, sweep: Sweep) -> None:
         for number, write in list(self._unready.items()):
-            if not write.owner.is_open:
-                ended = TransferError("the session ended before the write", stage="transfer")
-                sweep.ended.append((self._take(number), Outcome.NOT_POSTED, ended))
-            elif write.is_ready is not None and write.is_ready():
+            try:
+                if not may_go(write, self._clock.monotonic_ns()):
+                    continue
                 self._send(number, write)
-            else:
-                continue
+            except IsthmusError as error:
+                sweep.ended.append((self._take(number), Outcome.NOT_POSTED, error))
             del self._unready[number]
 
     # --- the rest ------------------------------------------------------------------------------

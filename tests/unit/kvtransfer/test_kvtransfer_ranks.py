@@ -254,6 +254,22 @@ async def test_no_rank_sends_a_layer_before_it_is_computed() -> None:
         await send.drained()
 
 
+async def test_progress_that_cannot_be_asked_for_fails_the_transfer_alone() -> None:
+    async with rank_pair(layouts(2, 2), layouts(2, 2), is_remote=True) as (pair, _):
+
+        def breaks() -> bool:
+            raise RuntimeError("the device is lost")
+
+        send, receive = pair.open([5])
+        send.push(0, blocks(3), is_last=False, part=LayerPart(range(1), breaks))
+        await pair.prefill.manager._sweep(1, 0.0)  # the follower's rank
+        with pytest.raises(TransferError, match="the device is lost"):
+            await send.drained()
+        await pair.drive()
+        assert (receive.state, receive.proof) == (ReceiveState.FAILED, Proof.SENDER_CONFIRMED)
+        pair.assert_idle()
+
+
 # --- a lost follower -----------------------------------------------------------------------------
 
 
