@@ -13,7 +13,6 @@ behind by as much as a reply takes, and a deadline comes too early rather than t
 from __future__ import annotations
 
 import asyncio
-import struct
 from dataclasses import replace
 from typing import TypeVar
 
@@ -25,6 +24,7 @@ from isthmus.common.ids import BlockId
 from isthmus.common.kv_layout import KvLayout
 from isthmus.common.transfer import Checksum, RankEndpoint
 from isthmus.kvtransfer.checksums import ChunkContent
+from isthmus.kvtransfer.connectors.frames import LENGTH, frame
 from isthmus.kvtransfer.conversion import Conversion
 from isthmus.kvtransfer.copies import Copies
 from isthmus.kvtransfer.notification import decode as decode_note
@@ -33,7 +33,6 @@ from isthmus.kvtransfer.writes import Outcome
 
 MessageT = TypeVar("MessageT", bound=msgspec.Struct)
 
-_LENGTH = struct.Struct("<I")
 _MAX_FRAME_BYTES = 2**30
 UNANSWERED = 0  # the number of a call that wants no reply
 
@@ -175,14 +174,13 @@ class Reply(_Message, frozen=True):
 
 
 def encode(message: Call | Reply) -> bytes:
-    payload = msgspec.msgpack.encode(message)
-    return _LENGTH.pack(len(payload)) + payload
+    return frame(msgspec.msgpack.encode(message))
 
 
 async def receive(reader: asyncio.StreamReader, kind: type[MessageT]) -> MessageT:
     """Raises EOFError when the other end has closed, and InternalError for what is no message."""
     try:
-        (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+        (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
         if length > _MAX_FRAME_BYTES:
             raise InternalError("what came from another rank is no frame", stage="transfer")
         payload = await reader.readexactly(length)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import socket
 import struct
 
-_LENGTH = struct.Struct("<I")
+LENGTH = struct.Struct("<I")
 _CHUNK_BYTES = 1 << 16
 MAX_BYTES = 1 << 24
 """Longest message that is believed; a longer one is another protocol, or damage."""
 
 
 def frame(payload: bytes) -> bytes:
-    return _LENGTH.pack(len(payload)) + payload
+    return LENGTH.pack(len(payload)) + payload
 
 
 class FrameReader:
@@ -42,12 +42,12 @@ class FrameReader:
         """Whole messages, in order."""
         messages: list[bytes] = []
         start = 0
-        while len(self._buffer) - start >= _LENGTH.size and not self._is_damaged_at(start):
-            (length,) = _LENGTH.unpack_from(self._buffer, start)
-            stop = start + _LENGTH.size + length
+        while len(self._buffer) - start >= LENGTH.size and not self._is_damaged_at(start):
+            (length,) = LENGTH.unpack_from(self._buffer, start)
+            stop = start + LENGTH.size + length
             if stop > len(self._buffer):
                 break
-            messages.append(bytes(self._buffer[start + _LENGTH.size : stop]))
+            messages.append(bytes(self._buffer[start + LENGTH.size : stop]))
             start = stop
         del self._buffer[:start]
         return messages
@@ -57,6 +57,6 @@ class FrameReader:
         return self._is_damaged_at(0)
 
     def _is_damaged_at(self, start: int) -> bool:
-        if len(self._buffer) - start < _LENGTH.size:
+        if len(self._buffer) - start < LENGTH.size:
             return False
-        return bool(_LENGTH.unpack_from(self._buffer, start)[0] > MAX_BYTES)
+        return bool(LENGTH.unpack_from(self._buffer, start)[0] > MAX_BYTES)
