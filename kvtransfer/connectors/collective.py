@@ -21,6 +21,7 @@ from __future__ import annotations
 import itertools
 import secrets
 import socket
+import time
 from collections.abc import Sequence
 from functools import partial
 
@@ -47,6 +48,7 @@ from isthmus.kvtransfer.interface import (
 )
 
 _CONNECT_S = 2.0
+_JOIN_S = 2.0  # for all links together: nothing lands any more, whether they end or not
 _BACKLOG = 128
 
 
@@ -172,8 +174,9 @@ class CollectiveConnector:
             self.remove_peer(peer)
         for link in self._incoming:
             link.shut()
+        deadline_s = time.monotonic() + _JOIN_S
         for link in self._incoming:
-            link.join()
+            link.join(max(0.0, deadline_s - time.monotonic()))
         self._incoming.clear()
         if self._listener is not None:
             self._listener.close()

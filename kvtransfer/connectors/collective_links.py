@@ -34,7 +34,6 @@ GROUP_TIMEOUT_S = 30.0
 """Longest wait for the other end, while a group is made and for each piece."""
 GREETING_S = 10.0
 """How long whoever has connected may take to say who it is."""
-_JOIN_S = 2.0
 _PIECE_BYTES = 4 * 2**20
 _WRITER, _TARGET = 0, 1
 
@@ -213,8 +212,8 @@ class Incoming:
             self._is_shut = True
         _shut(self._connection)
 
-    def join(self) -> None:
-        self._thread.join(_JOIN_S)
+    def join(self, timeout_s: float) -> None:
+        self._thread.join(timeout_s)
 
     def _run(self) -> None:
         try:
