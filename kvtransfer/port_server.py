@@ -84,7 +84,8 @@ class PortServer:
                 if request.owner in self._owners:
                     self._owners[request.owner].is_open = False
             case wire.Wake():
-                self._opened.wake()
+                if self._port is not None:  # else it has been closed: nothing is to be seen
+                    self._port.wake()
             case _:
                 raise InternalError(f"{type(request).__name__} wants a number", stage="transfer")
 
