@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from isthmus.common.errors import ConfigError
 from isthmus.loadgen.summary import Summary
 from isthmus.loadgen.types import Record, Targets, Verdict
+from isthmus.workload.plots import draw_cumulative, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,7 +26,7 @@ _COLOURS = {
 
 def plot_run(path: Path, records: Sequence[Record], targets: Targets) -> None:
     """Each call over time, coloured by its verdict, and how TTFT and TPOT are spread."""
-    figure, panels = _figure(3)
+    figure, panels = new_figure(3)
     over_time, ttft, tpot = panels
     for verdict, colour in _COLOURS.items():
         chosen = [r for r in records if r.verdict(targets) is verdict]
@@ -43,7 +43,7 @@ def plot_run(path: Path, records: Sequence[Record], targets: Targets) -> None:
 
 def plot_rates(path: Path, series: dict[str, Sequence[Summary]], asked: float) -> None:
     """Attainment and goodput over the offered rate, one line for each name in ``series``."""
-    figure, (attainment, goodput) = _figure(2)
+    figure, (attainment, goodput) = new_figure(2)
     highest = 0.0
     for name, summaries in series.items():
         ordered = sorted(summaries, key=lambda summary: summary.offered_rate)
@@ -63,25 +63,7 @@ def plot_rates(path: Path, series: dict[str, Sequence[Summary]], asked: float) -
 def _cumulative(
     panel: Axes, values: Sequence[float | None], limit: float | None, label: str
 ) -> None:
-    known = sorted(value for value in values if value is not None)
-    if known:
-        shares = [(place + 1) / len(known) for place in range(len(known))]
-        panel.step(known, shares, where="post")
+    draw_cumulative(panel, values, label, "share of calls")
     if limit is not None:
         panel.axvline(limit, color="gray", linestyle=":", label=f"target {limit:g}")
         panel.legend(fontsize=7)
-    panel.set(xlabel=label, ylabel="share of calls", ylim=(0, 1.03))
-
-
-def _figure(num_panels: int) -> tuple[Any, Any]:
-    try:
-        import matplotlib as mpl
-    except ImportError as missing:
-        raise ConfigError(
-            "a plot needs matplotlib: pip install 'isthmus[bench]'", stage="bench"
-        ) from missing
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, panels = plt.subplots(1, num_panels, figsize=(5 * num_panels, 4), layout="constrained")
-    return figure, panels

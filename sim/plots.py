@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from isthmus.common.clock import NS_PER_S
-from isthmus.common.errors import ConfigError
 from isthmus.sim.records import Record
 from isthmus.sim.report import verdict
 from isthmus.sim.run import Probe
+from isthmus.workload.plots import draw_cumulative, new_figure
 
 _COLOURS = {
     "good": "tab:green",
@@ -24,7 +23,7 @@ _OTHER = "black"
 
 def plot_run(path: Path, records: Sequence[Record]) -> None:
     """Every request over time, by what became of it, and how TTFT and TPOT are spread."""
-    figure, (over_time, ttft, tpot) = _figure(3)
+    figure, (over_time, ttft, tpot) = new_figure(3)
     groups: dict[str, list[tuple[float, float]]] = {}
     for record in records:
         point = (record.request.arrival_ns / NS_PER_S, (record.ttft_ms or 0.0) / 1e3)
@@ -35,14 +34,15 @@ def plot_run(path: Path, records: Sequence[Record]) -> None:
         over_time.scatter(x, y, s=4, color=colour, label=f"{name} ({len(points)})")
     over_time.set(xlabel="arrival (s)", ylabel="TTFT (s); refused at 0")
     over_time.legend(fontsize=7)
-    _cumulative(ttft, [record.ttft_ms for record in records], "TTFT (ms)")
-    _cumulative(tpot, [record.tpot_ms for record in records], "TPOT (ms)")
+    share = "share of requests"
+    draw_cumulative(ttft, [record.ttft_ms for record in records], "TTFT (ms)", share)
+    draw_cumulative(tpot, [record.tpot_ms for record in records], "TPOT (ms)", share)
     figure.savefig(path, dpi=130)
 
 
 def plot_rates(path: Path, series: Mapping[str, Sequence[Probe]], asked: float) -> None:
     """Attainment and goodput over the offered rate, one line a name."""
-    figure, (attainment, goodput) = _figure(2)
+    figure, (attainment, goodput) = new_figure(2)
     for name, probes in series.items():
         ordered = sorted(probes, key=lambda probe: probe.rate)
         rates = [probe.rate for probe in ordered]
@@ -54,25 +54,3 @@ def plot_rates(path: Path, series: Mapping[str, Sequence[Probe]], asked: float) 
     for panel in (attainment, goodput):
         panel.legend(fontsize=7)
     figure.savefig(path, dpi=130)
-
-
-def _cumulative(panel: Any, values: Sequence[float | None], label: str) -> None:
-    known = sorted(value for value in values if value is not None)
-    if known:
-        panel.step(known, [(place + 1) / len(known) for place in range(len(known))], where="post")
-    panel.set(xlabel=label, ylabel="share of requests", ylim=(0, 1.03))
-
-
-def _figure(num_panels: int) -> tuple[Any, Any]:
-    try:
-        import matplotlib as mpl
-    except ImportError as missing:
-        message = "a plot needs matplotlib: pip install 'isthmus[bench]'"
-        raise ConfigError(message, stage="sim") from missing
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    made: tuple[Any, Any] = plt.subplots(
-        1, num_panels, figsize=(5 * num_panels, 4), layout="constrained"
-    )
-    return made
