@@ -35,7 +35,8 @@ class ClassReport:
 
 @dataclass(frozen=True, slots=True)
 class RoleReport:
-    """``utilisation``: share of the time in which an instance ran a step, on average."""
+    """``utilisation``: share of the time in which an instance ran a step, on average; one that came
+    back after it died is one, and idle while it was dead."""
 
     num_instances: int
     num_gpus: int
@@ -116,7 +117,7 @@ def make_report(name: str, cluster: SimCluster, warm_up: float = 0.0) -> SimRepo
                 num_gpus=sum(i.spec.num_gpus for i in members if i.is_alive),
                 utilisation=sum(i.busy_ns for i in members)
                 / NS_PER_S
-                / max(1e-9, simulated_s * len(members)),
+                / max(1e-9, simulated_s * len({i.spec.instance_id for i in members})),
                 num_preempted=sum(instance.num_preempted for instance in members),
             )
             for role, members in sorted(roles.items())

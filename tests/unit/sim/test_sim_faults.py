@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from isthmus.common.cluster import Role
 from isthmus.common.ids import InstanceId
 from isthmus.common.types import Slo
@@ -54,6 +56,19 @@ def test_an_instance_comes_back_empty_with_a_new_epoch() -> None:
     ]
     assert cluster.instances[name].epoch == 2
     check_over(cluster)
+
+
+def test_an_instance_that_came_back_is_one_in_the_utilisation() -> None:
+    cluster = make_cluster(make_spec("m0", Role.MIXED))
+    cluster.offer([make_request(0), make_request(1, at_ms=3_000)])
+    name = InstanceId("m0")
+    cluster.queue.at(START_NS + 1_000 * MS, lambda _: cluster.kill(name))
+    cluster.queue.at(START_NS + 2_000 * MS, lambda _: cluster.start_again(name))
+    cluster.run()
+    busy_ns = sum(i.busy_ns for i in (*cluster.retired, *cluster.instances.values()))
+    use = make_report("back", cluster).roles["mixed"]
+    assert use.num_instances == 1
+    assert use.utilisation == pytest.approx(busy_ns / cluster.since_start_ns)
 
 
 def test_without_anybody_to_serve_it_a_request_waits_as_long_as_the_gateway_would() -> None:
