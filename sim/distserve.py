@@ -151,6 +151,9 @@ class PromptsFirstInstance:
         self._ends_ns = self._queue.now_ns + max(1, round(step_ms * NS_PER_MS))
         self.busy_ns += self._ends_ns - self._queue.now_ns
         self._queue.at(self._ends_ns, self._ended, self._plan_no)
+        for sequence in self._batch:
+            if sequence.state is SeqState.DECODING and sequence.num_generated == 1:
+                self._listener.second_token(sequence, self._ends_ns)
 
     def _take_prompts(self) -> list[SimSequence]:
         taken: list[SimSequence] = []
@@ -169,12 +172,6 @@ class PromptsFirstInstance:
         while self._decodes and (self._decodes[0].num_tokens <= budget or not taken):
             budget -= self._decodes[0].num_tokens
             taken.append(self._decodes.popleft())
-        for sequence in taken:
-            if sequence.num_generated == 1:
-                model = self.spec.model
-                context = sum(s.num_tokens for s in taken)
-                step_ns = round(model.decode_ms(len(taken), context) * NS_PER_MS)
-                self._listener.second_token(sequence, self._queue.now_ns + step_ns)
         return taken
 
     def _ended(self, plan_no: int) -> None:
