@@ -11,11 +11,11 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from isthmus.common.ids import BlockHash
-from isthmus.common.kv_events import BlocksRemoved, BlocksStored, CacheCleared, KvEvent
+from isthmus.common.kv_events import BlocksRemoved, BlocksStored, KvEvent
 
 
 class KvPool:
-    """``events`` since they were last taken, for the router's index; kept only if wanted."""
+    """Keeps the events since they were last taken, for the router's index."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
@@ -112,7 +112,7 @@ class KvPool:
         self.used = 0
         self._refs.clear()
         self._idle.clear()
-        self._events = [CacheCleared()]
+        self._events = []
 
     def take_events(self) -> list[KvEvent]:
         events, self._events = self._events, []
