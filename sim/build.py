@@ -76,14 +76,15 @@ def make_specs(scenario: Scenario) -> list[InstanceSpec]:
 def make_calls(scenario: Scenario) -> list[Call]:
     """Raises ConfigError."""
     part = scenario.workload
-    if part.trace is None:
-        return _made_up(scenario)
-    calls = _trace(part.trace, part.requests)
+    calls = _made_up(scenario) if part.trace is None else _trace(part.trace, part.requests)
     if part.max_tokens:
         calls = [c for c in calls if c.num_prompt_tokens + c.num_output_tokens <= part.max_tokens]
         calls = [replace(call, index=index) for index, call in enumerate(calls)]
     if not calls:
-        raise ConfigError(f"{part.trace}: no calls are short enough", stage="workload")
+        source = f"{part.trace}: " if part.trace is not None else ""
+        raise ConfigError(f"{source}no calls are short enough", stage="workload")
+    if part.trace is None:
+        return calls
     calls = repeat(calls, part.copies)
     return at_rate(calls, part.rate) if part.rate else calls
 
@@ -170,20 +171,14 @@ def _made_up(scenario: Scenario) -> list[Call]:
     arrivals = Arrivals(part.rate, part.cv)
     if part.turns == 1:
         mix = Mix((Share(1.0, prompt, answer),))
-        calls = synthesise(mix, arrivals, part.requests, scenario.seed)
-    else:
-        talk = Conversations(part.turns, prompt, answer, part.think_s)
-        calls = converse(talk, arrivals, part.requests, np.random.default_rng(scenario.seed))
-    if part.max_tokens:
-        calls = [c for c in calls if c.num_prompt_tokens + c.num_output_tokens <= part.max_tokens]
-    if not calls:
-        raise ConfigError("no calls are short enough", stage="workload")
-    return calls
+        return synthesise(mix, arrivals, part.requests, scenario.seed)
+    talk = Conversations(part.turns, prompt, answer, part.think_s)
+    return converse(talk, arrivals, part.requests, np.random.default_rng(scenario.seed))
 
 
 @cache
 def _trace(file: Path, limit: int) -> list[Call]:
-    """A search reads the same trace for every probe."""
+    """Once for all policies that are compared."""
     return read_trace(file, limit)
 
 
