@@ -120,7 +120,7 @@ class ClassPart(_Part):
 
 class FaultPart(_Part):
     """``kill``: the instance dies and comes back after ``for_s`` (0 = never). ``slow``: its steps
-    take ``factor`` times as long for ``for_s``."""
+    take ``factor`` times as long for ``for_s`` (0 = for good, or until it dies)."""
 
     kind: Literal["kill", "slow"]
     instance: str
