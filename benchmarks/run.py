@@ -10,7 +10,7 @@ HERE = Path(__file__).resolve().parent
 NAMES = (
     "kernels", "limit", "engine", "pair", "idle", "goodput",
     "router", "overhead", "storm", "identity", "kernel_resources",
-    "tensor_parallel", "layerwise", "simulator",
+    "tensor_parallel", "layerwise", "simulator", "kv_dtype",
 )  # fmt: skip
 
 
