@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from isthmus.common.cluster import Role
+from tests.support.fault_proxy import FaultProxy
 from tests.support.poll import poll_until
 from tests.support.proxied_registry import ProxiedRegistry
 from tests.support.serving import START_S, Oracle, Serving, serving_config
@@ -85,9 +86,9 @@ class StormCluster:
         """Garbles the next frame on every connection to one instance."""
         self._some_proxy("corrupt").corrupt()
 
-    def _some_proxy(self, what: str) -> Any:
+    def _some_proxy(self, what: str) -> FaultProxy:
         self.done[what] += 1
-        newest = {instance_id: key for key in self.proxied.proxies for instance_id in key[:1]}
+        newest = {key[0]: key for key in self.proxied.proxies}
         return self.proxied.proxies[self._chance.choice(sorted(newest.values()))]
 
     def schedule(self, num_requests: int, num_signals: int, num_cuts: int) -> dict[int, Act]:
