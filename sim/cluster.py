@@ -113,12 +113,11 @@ class SimCluster:
     def is_done(self) -> bool:
         return not self._num_to_come and not self.num_open
 
-    def run(self, max_events: int | None = None, until_ns: int | None = None) -> bool:
-        """Runs on; True when every request has ended or ``until_ns`` (after the start) came."""
-        limit_ns = None if until_ns is None else START_NS + until_ns
+    def run(self, max_events: int | None = None) -> bool:
+        """Runs on; True when every request has ended or nothing is left that could happen."""
         if self.is_done:
             return True
-        done = self.queue.run(limit_ns, max_events)
+        done = self.queue.run(max_events=max_events)
         return self.is_done or (max_events is None or done < max_events)
 
     def close(self) -> list[Record]:
