@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from importlib.metadata import version
 
 from isthmus.common.cluster import InstanceInfo, InstanceState, Role
 from isthmus.common.ids import InstanceId
@@ -11,7 +12,7 @@ from isthmus.common.kv_layout import KvLayout
 from isthmus.sim.step_model import StepModel
 
 MODEL = "simulated"
-VERSION = "0.1.0"
+VERSION = version("isthmus")
 WATERMARK = 0.01  # as ``engine.watermark``
 
 
