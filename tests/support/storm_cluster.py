@@ -107,8 +107,12 @@ class StormCluster:
 
     async def calm(self) -> None:
         """Returns when every stopped worker goes on and every dead one is back."""
-        await asyncio.gather(*self._resuming, return_exceptions=True)
+        await self.resume_all()
         await self.running.wait_serving()
+
+    async def resume_all(self) -> None:
+        """Returns when no worker is stopped any more; none is for long."""
+        await asyncio.gather(*self._resuming, return_exceptions=True)
 
     # --- what became of injected faults ----------------------------------------------------------
 
@@ -190,4 +194,6 @@ async def storm_cluster(
             specs.append((role, f"{role.value}-{counts[role]}"))
             counts[role] += 1
         await running.start(*specs)
-        yield StormCluster(running, proxied, seed)
+        storm = StormCluster(running, proxied, seed)
+        stack.push_async_callback(storm.resume_all)
+        yield storm
