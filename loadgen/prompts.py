@@ -10,6 +10,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from isthmus.common.errors import ConfigError
 from isthmus.workload import Call
 
 # Common short words: about one token each in the tokenizers of today.
@@ -122,11 +123,19 @@ _LOWEST_ID = 100  # ids below are special tokens and bytes in most vocabularies
 class PromptMaker:
     """``vocab`` > 0 makes lists of token ids below it; 0 makes text of about as many tokens.
 
-    ``block_tokens``: what one id of ``Call.blocks`` stands for."""
+    ``block_tokens``: what one id of ``Call.blocks`` stands for. Raises ConfigError for a vocabulary
+    of special tokens alone."""
 
     seed: int
     vocab: int = 0
     block_tokens: int = 512
+
+    def __post_init__(self) -> None:
+        if 0 < self.vocab <= _LOWEST_ID:
+            raise ConfigError(
+                f"a vocabulary of {self.vocab}: only ids from {_LOWEST_ID} on are sent",
+                stage="workload",
+            )
 
     def prompt(self, call: Call) -> list[int] | str:
         items: list[int] = []
