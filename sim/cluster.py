@@ -84,6 +84,7 @@ class SimCluster:
         self.instances: dict[InstanceId, SimInstance] = {}
         self.retired: list[SimInstance] = []  # epochs that died
         self.num_open = 0
+        self.num_kv_bytes = 0.0  # sent from one instance to another
         self._num_to_come = 0
         self._tick_ns: int | None = None  # when the router's next tick is planned
         self._ticked_ns = 0
@@ -377,6 +378,7 @@ class SimCluster:
         elapsed_ms = (self.queue.now_ns - flight.prefill.started_ns) / NS_PER_MS
         sent = elapsed_ms * min(spec.link_bytes_per_ms, target.spec.link_bytes_per_ms)
         began_ns = self.queue.now_ns
+        self.num_kv_bytes += missing * token_bytes
         left = max(last_chunk * token_bytes, missing * token_bytes - sent)
         flight.transfer = self.links.send(
             decision.prefill.instance_id,

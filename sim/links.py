@@ -41,7 +41,6 @@ class Links:
         self._queue = queue
         self._out: dict[InstanceId, _Link] = {}
         self._in: dict[InstanceId, _Link] = {}
-        self.num_bytes = 0.0
 
     def add(self, instance_id: InstanceId, bytes_per_ms: float) -> None:
         self._out.setdefault(instance_id, _Link(bytes_per_ms, {}))
@@ -55,7 +54,6 @@ class Links:
     ) -> Transfer:
         """``done`` is called when the last byte is there, not before this returns."""
         transfer = Transfer(source, target, num_bytes, done)
-        self.num_bytes += num_bytes
         transfer.since_ns = self._queue.now_ns
         self._out[source].transfers[transfer] = None
         self._in[target].transfers[transfer] = None
