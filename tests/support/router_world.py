@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from isthmus.common.attainment import Measured, Verdict, judge
 from isthmus.common.clock import NS_PER_MS, VirtualClock
 from isthmus.common.cluster import NO_STEPS, LatencyModel, LoadReport, Role, StepTotals
 from isthmus.common.config import RouterConfig
@@ -52,12 +53,10 @@ class Job:
 
     @property
     def is_good(self) -> bool:
-        slo = self.query.slo
-        if self.ended_ms is None or self.ttft_ms is None:
+        if self.ended_ms is None:
             return False
-        is_in_time = slo.ttft_ms is None or self.ttft_ms <= slo.ttft_ms
-        tpot_ms = self.tpot_ms
-        return is_in_time and (slo.tpot_ms is None or tpot_ms is None or tpot_ms <= slo.tpot_ms)
+        measured = Measured(self.ttft_ms, self.tpot_ms, self.ended_ms - self.arrived_ms)
+        return judge(self.query.slo, measured) is Verdict.GOOD
 
 
 @dataclass
