@@ -1,15 +1,15 @@
-"""The highest rate at which enough calls are good: doubling, then bisection over whole runs.
+"""The highest rate at which enough calls are good, over whole runs (``workload.search``).
 
 Every rate is tried with the same sequence of gaps and lengths, stretched to the rate, so that two
-rates differ by the rate and not by their luck. As in DistServe (OSDI '24, section 4) the
-answer is the largest rate whose attainment reaches the asked one; here a call must meet both of its
-targets at once. Attainment falls with the rate but for noise: a probe that fails is believed.
+rates differ by the rate and not by their luck. A call must meet both of its targets at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+
+from isthmus.workload.search import RateSearch
 
 Attained = Callable[[float], Awaitable[float]]
 
@@ -47,28 +47,8 @@ async def search_goodput(
     if not 0 < lowest <= start <= highest:
         raise ValueError(f"the search must start between {lowest:g} and {highest:g}, not {start:g}")
     probes: list[Probe] = []
-
-    async def passes(rate: float) -> bool:
-        probes.append(Probe(rate, await attained(rate)))
-        return probes[-1].attainment >= asked
-
-    passing, failing = 0.0, 0.0
-    rate = start
-    while not (passing and failing):
-        if await passes(rate):
-            passing = rate
-            if rate >= highest:
-                return Search(asked, rate, is_capped=True, probes=probes)
-            rate = min(2 * rate, highest)
-        else:
-            failing = rate
-            if rate <= lowest:
-                return Search(asked, 0.0, is_capped=False, probes=probes)
-            rate = max(rate / 2, lowest)
-    while failing > passing * (1 + tolerance):
-        rate = (passing * failing) ** 0.5  # the middle by ratio, as the tolerance is one
-        if await passes(rate):
-            passing = rate
-        else:
-            failing = rate
-    return Search(asked, passing, is_capped=False, probes=probes)
+    search = RateSearch(start, tolerance, lowest, highest)
+    while not search.is_over:
+        probes.append(Probe(search.rate, await attained(search.rate)))
+        search.tell(is_enough=probes[-1].attainment >= asked)
+    return Search(asked, search.passing, is_capped=search.is_capped, probes=probes)

@@ -10,6 +10,7 @@ from isthmus.sim.records import Record
 from isthmus.sim.report import SimReport, make_report
 from isthmus.sim.scenario import Scenario
 from isthmus.workload import Call, at_rate, mean_rate
+from isthmus.workload.search import RateSearch
 
 EVENTS_BETWEEN = 20_000
 IDLE = 0.05  # use of the busiest role, below which a cluster's load does not matter
@@ -70,45 +71,27 @@ def search_goodput(
     highest: float = 1e5,
     on_probe: Callable[[Probe], None] | None = None,
 ) -> GoodputSearch:
-    """DistServe's measure (OSDI 2024, §4): doubling, then bisection by ratio, over whole runs with
-    the same calls (``calls`` instead of the scenario's own), stretched to the rate. ``start`` 0 =
-    the calls' own rate. Attainment is joint: a request must meet all of its targets. A probe that
-    fails is believed.
+    """DistServe's measure (OSDI 2024, §4) by ``workload.search``, over whole runs with the same
+    calls (``calls`` instead of the scenario's own), stretched to the rate. ``start`` 0 = the calls'
+    own rate. Attainment is joint: a request must meet all of its targets.
 
     Raises ConfigError.
     """
     calls = calls if calls is not None else make_calls(scenario)
     probes: list[Probe] = []
-    busiest: list[float] = []
-    reports: dict[float, SimReport] = {}
-
-    def passes(rate: float) -> bool:
+    reports: dict[float, SimReport] = {}  # of rates that attain enough
+    rates = RateSearch(min(start or mean_rate(calls), highest), tolerance, 0.0, highest)
+    while not rates.is_over:
+        rate = rates.rate
         report = run_scenario(scenario, at_rate(calls, rate)).report
         probes.append(Probe(rate, report.total.attainment, report.total.goodput))
-        busiest.append(max(role.utilisation for role in report.roles.values()))
         if on_probe is not None:
             on_probe(probes[-1])
-        if report.total.attainment >= asked:
+        is_enough = report.total.attainment >= asked
+        if is_enough:
             reports[rate] = report
-        return rate in reports
-
-    rate = min(start or mean_rate(calls), highest)
-    passing = failing = 0.0
-    while not (passing and failing):
-        if passes(rate):
-            passing = rate
-            if rate >= highest:
-                return GoodputSearch(asked, rate, True, tuple(probes), reports[rate])
-            rate = min(2 * rate, highest)
-        else:
-            failing = rate
-            if busiest[-1] < IDLE:  # fewer requests would change nothing
-                return GoodputSearch(asked, 0.0, False, tuple(probes), None)
-            rate /= 2
-    while failing > passing * (1 + tolerance):
-        rate = (passing * failing) ** 0.5
-        if passes(rate):
-            passing = rate
-        else:
-            failing = rate
-    return GoodputSearch(asked, passing, False, tuple(probes), reports[passing])
+        elif not reports and max(role.utilisation for role in report.roles.values()) < IDLE:
+            break  # fewer requests would change nothing
+        rates.tell(is_enough=is_enough)
+    found = rates.passing
+    return GoodputSearch(asked, found, rates.is_capped, tuple(probes), reports.get(found))
