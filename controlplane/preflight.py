@@ -27,6 +27,7 @@ from isthmus.controlplane.context_limit import longest_sequence, read_model_conf
 
 GIB = 2**30
 PORT_TRIES = 20
+MAX_PORT = 65_535
 PROCESS_BYTES = 450 * 2**20  # Python, torch and gRPC of one worker
 CONTROL_BYTES = 300 * 2**20  # gateway and control plane
 RAY_BYTES = 600 * 2**20
@@ -160,6 +161,9 @@ def check_memory(estimate: MemoryEstimate, available: int) -> None:
 def probe_ports(host: str, port: int, count: int) -> int:
     """The first of ``count`` ports in a row that can be bound, beginning with ``port`` or anywhere
     for 0. Raises ConfigError when one cannot."""
+    if port + count - 1 > MAX_PORT:
+        message = f"{count} ports from {port} on go beyond {MAX_PORT}; choose another with --port"
+        raise ConfigError(message, stage="start")
     for _ in range(PORT_TRIES if port == 0 else 1):
         first = probe_port(host, port, "--port")
         try:

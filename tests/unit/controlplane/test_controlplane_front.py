@@ -81,3 +81,8 @@ def test_ports_in_a_row_are_free_or_the_one_that_is_not_is_named() -> None:
         assert probe_ports("127.0.0.1", first, 2) == first
         with pytest.raises(ConfigError, match=f"port {first + 2} on 127.0.0.1 is in use"):
             probe_ports("127.0.0.1", first, 3)
+
+
+def test_ports_beyond_the_last_one_are_refused_in_a_sentence() -> None:
+    with pytest.raises(ConfigError, match="65535"):
+        probe_ports("127.0.0.1", 65_535, 2)
