@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from isthmus.common import metrics
-from isthmus.common.attainment import Measured, Verdict, is_offered, judge, judge_error
+from isthmus.common.attainment import Measured, Verdict, has_missed, is_offered, judge, judge_error
 from isthmus.common.clock import NS_PER_MS, Clock
 from isthmus.common.errors import InfeasibleSloError, IsthmusError
 from isthmus.common.logging import get_logger
@@ -14,7 +14,7 @@ from isthmus.common.timeline import STAGES, Event
 from isthmus.common.types import LocalPrefillReason, RouteAction, RouteDecision
 from isthmus.gateway.class_metrics import metrics_of
 from isthmus.gateway.goodput import GoodputWindow
-from isthmus.gateway.measured import has_missed_target, measure, num_cached_tokens, spans_of
+from isthmus.gateway.measured import measure, num_cached_tokens, spans_of
 
 if TYPE_CHECKING:
     from isthmus.gateway.exchange import Exchange
@@ -99,10 +99,8 @@ class Accounting:
         seconds = spans_of(exchange)
         verdict = self._verdict(measured)
         metrics.REQUESTS_INFLIGHT.dec()
-        has_missed = verdict is Verdict.CANCELLED and has_missed_target(
-            exchange, self._clock.now_ns()
-        )
-        offer.count_end(verdict, self._goodput, has_missed=has_missed)
+        is_late = has_missed(exchange.plan.slo, measured, measured.e2e_ms or 0.0)
+        offer.count_end(verdict, self._goodput, has_missed=is_late)
         self._count_decision(verdict)
         num_output = sum(choice.num_output_tokens for choice in exchange.choices)
         metrics.OUTPUT_TOKENS.inc(num_output)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from isthmus.common.attainment import Measured, Verdict, has_missed, judge
+from isthmus.common.attainment import Measured, Verdict, judge
 from isthmus.common.clock import NS_PER_MS
 from isthmus.common.timeline import STAGES, Event, Timeline
 
@@ -48,12 +48,6 @@ def num_cached_tokens(exchange: Exchange) -> int:
     """Of every prompt once, as the first of its choices saw it."""
     firsts = exchange.choices[:: exchange.plan.num_choices]
     return sum(choice.num_cached_tokens for choice in firsts)
-
-
-def has_missed_target(exchange: Exchange, now_ns: int) -> bool:
-    """Whether a request that did not finish had missed a target when it ended."""
-    measured = measure(exchange, now_ns)
-    return has_missed(exchange.plan.slo, measured, measured.e2e_ms or 0.0)
 
 
 def service_report(exchange: Exchange, now_ns: int) -> dict[str, Any]:
