@@ -89,3 +89,14 @@ STAGES: dict[str, tuple[Event, Event]] = {
     "transfer": (Event.PREFILLED, Event.KV_READY),
     "decode_wait": (Event.KV_READY, Event.SECOND_TOKEN),
 }
+SPANS: dict[str, tuple[Event, Event]] = {
+    **STAGES,
+    "ttft": (Event.ARRIVED, Event.FIRST_FLUSH),
+    "e2e": (Event.ARRIVED, Event.FINISHED),
+}
+
+
+def spans_of(timeline: Timeline) -> dict[str, float]:
+    """Seconds of every span whose ends are both known."""
+    spans = {name: timeline.seconds(begin, end) for name, (begin, end) in SPANS.items()}
+    return {name: seconds for name, seconds in spans.items() if seconds is not None}

@@ -10,11 +10,11 @@ from isthmus.common.attainment import Measured, Verdict, has_missed, is_offered,
 from isthmus.common.clock import NS_PER_MS, Clock
 from isthmus.common.errors import InfeasibleSloError, IsthmusError
 from isthmus.common.logging import get_logger
-from isthmus.common.timeline import STAGES, Event
+from isthmus.common.timeline import STAGES, Event, spans_of
 from isthmus.common.types import LocalPrefillReason, RouteAction, RouteDecision
 from isthmus.gateway.class_metrics import metrics_of
 from isthmus.gateway.goodput import GoodputWindow
-from isthmus.gateway.measured import measure, num_cached_tokens, spans_of
+from isthmus.gateway.measured import measure, num_cached_tokens, whole_timeline
 
 if TYPE_CHECKING:
     from isthmus.gateway.exchange import Exchange
@@ -96,7 +96,7 @@ class Accounting:
     def count(self) -> None:
         exchange, offer = self._exchange, self._offer
         measured = measure(exchange, self._clock.now_ns())
-        seconds = spans_of(exchange)
+        seconds = spans_of(whole_timeline(exchange))
         verdict = self._verdict(measured)
         metrics.REQUESTS_INFLIGHT.dec()
         is_late = has_missed(exchange.plan.slo, measured, measured.e2e_ms or 0.0)

@@ -6,27 +6,20 @@ from typing import TYPE_CHECKING, Any
 
 from isthmus.common.attainment import Measured, Verdict, judge
 from isthmus.common.clock import NS_PER_MS
-from isthmus.common.timeline import STAGES, Event, Timeline
+from isthmus.common.timeline import Event, Timeline
 
 if TYPE_CHECKING:
     from isthmus.gateway.exchange import Exchange
 
 MS_PER_S = 1000
-_SPANS = {
-    **STAGES,
-    "ttft": (Event.ARRIVED, Event.FIRST_FLUSH),
-    "e2e": (Event.ARRIVED, Event.FINISHED),
-}
 
 
-def spans_of(exchange: Exchange) -> dict[str, float]:
-    """Seconds of every part of the request's life that is known: from the gateway's own events and
-    those that the first choice brought from the instances."""
+def whole_timeline(exchange: Exchange) -> Timeline:
+    """The gateway's own events and those that the first choice brought from the instances."""
     timeline = Timeline()
     timeline.merge(exchange.timeline)
     timeline.merge(exchange.choices[0].timeline)
-    spans = {name: timeline.seconds(begin, end) for name, (begin, end) in _SPANS.items()}
-    return {name: seconds for name, seconds in spans.items() if seconds is not None}
+    return timeline
 
 
 def measure(exchange: Exchange, now_ns: int) -> Measured:
@@ -57,10 +50,7 @@ def service_report(exchange: Exchange, now_ns: int) -> dict[str, Any]:
     ``kv_exposed_ms``: what of moving its KV no compute hid; None where nothing was moved.
     """
     slo, measured = exchange.plan.slo, measure(exchange, now_ns)
-    first = exchange.choices[0]
-    timeline = Timeline()
-    timeline.merge(exchange.timeline)
-    timeline.merge(first.timeline)
+    first, timeline = exchange.choices[0], whole_timeline(exchange)
     return {
         "slo_class": slo.class_name,
         "target_ttft_ms": slo.ttft_ms,

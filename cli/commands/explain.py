@@ -12,7 +12,7 @@ from isthmus.cli.options import DEFAULT_CLUSTER, ClusterName, Output, StateDir, 
 from isthmus.cli.output import OutputFormat, print_json, print_table, stdout, table
 from isthmus.common.errors import InvalidRequestError
 from isthmus.common.registry.embedded import EmbeddedRegistryClient
-from isthmus.common.timeline import STAGES, Event
+from isthmus.common.timeline import SPANS, spans_of
 from isthmus.common.types import Slo
 from isthmus.router.explain import DecisionRecord
 from isthmus.router.explain_client import explain as ask_routers
@@ -52,10 +52,7 @@ async def _records(registry_address: str, cluster: str, request_id: str) -> list
 
 def measured_ms(record: DecisionRecord) -> dict[str, float]:
     """Stage → milliseconds, of the stages whose ends are both known."""
-    spans = {**STAGES, "ttft": (Event.ARRIVED, Event.FIRST_FLUSH)}
-    spans["e2e"] = (Event.ARRIVED, Event.FINISHED)
-    found = {name: record.timeline.seconds(*ends) for name, ends in spans.items()}
-    return {name: round(MS_PER_S * value, 3) for name, value in found.items() if value is not None}
+    return {name: round(MS_PER_S * value, 3) for name, value in spans_of(record.timeline).items()}
 
 
 def predicted_ms(record: DecisionRecord) -> dict[str, float]:
@@ -133,7 +130,7 @@ def verdict_of(record: DecisionRecord) -> str:
 def _show_stages(record: DecisionRecord) -> None:
     predicted, measured = predicted_ms(record), measured_ms(record)
     made = table("stage", "predicted ms", "measured ms")
-    for stage in (*STAGES, "ttft", "e2e"):
+    for stage in SPANS:
         if stage in predicted or stage in measured:
             made.add_row(stage, _figure(predicted.get(stage)), _figure(measured.get(stage)))
     if made.row_count:
