@@ -7,6 +7,8 @@ Results go to stdout, everything else (progress, warnings, errors) to stderr, so
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, is_dataclass
 from enum import Enum, StrEnum
 from typing import Any
@@ -15,9 +17,11 @@ import orjson
 from rich.console import Console
 from rich.markup import escape
 from rich.measure import Measurement
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from isthmus.common.errors import IsthmusError
+from isthmus.workload.figures import Spread
 
 
 class OutputFormat(StrEnum):
@@ -71,3 +75,17 @@ def print_table(made: Table) -> None:
     """As wide as its contents: a narrow terminal breaks the lines, which beats cut cells."""
     width = Measurement.get(stdout, stdout.options.update(max_width=_WIDEST), made).maximum
     Console(highlight=False, soft_wrap=True, width=max(width, stdout.width)).print(made)
+
+
+@contextmanager
+def progress() -> Iterator[Progress]:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, TimeElapsedColumn(), console=stderr, transient=True) as bar:
+        yield bar
+
+
+def figures(item: Spread) -> tuple[str, ...]:
+    """Cells of a table: mean, p50, p90, p99, max."""
+    if not item.count:
+        return ("–",) * 5
+    return tuple(f"{value:.1f}" for value in (item.mean, item.p50, item.p90, item.p99, item.max))

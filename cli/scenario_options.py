@@ -1,18 +1,14 @@
-"""What `isthmus sim` and `isthmus plan` share: a scenario, flags over it, and progress."""
+"""What `isthmus sim` and `isthmus plan` share: a scenario, and flags over it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 import yaml
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from isthmus.cli.output import stderr
 from isthmus.common.config import LoggingConfig
 from isthmus.common.errors import ConfigError
 from isthmus.common.logging import configure_logging
@@ -77,13 +73,6 @@ def load(file: Path | None, flags: Flags) -> Scenario:
     for setting in flags.settings or []:
         _set(tree, setting)
     return parse_scenario(tree, file.parent if file else Path(), str(file or "scenario"))
-
-
-@contextmanager
-def progress() -> Iterator[Progress]:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, TimeElapsedColumn(), console=stderr, transient=True) as bar:
-        yield bar
 
 
 def _read(file: Path) -> dict[str, Any]:

@@ -10,10 +10,18 @@ from typing import Annotated, Any
 
 import httpx
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from isthmus.cli.options import Output
-from isthmus.cli.output import OutputFormat, print_json, print_table, stderr, stdout, table
+from isthmus.cli.output import (
+    OutputFormat,
+    figures,
+    print_json,
+    print_table,
+    progress,
+    stderr,
+    stdout,
+    table,
+)
 from isthmus.common.errors import ConfigError
 from isthmus.loadgen.client import Endpoint
 from isthmus.loadgen.open_loop import run_calls
@@ -24,7 +32,6 @@ from isthmus.loadgen.search import Search, search_goodput
 from isthmus.loadgen.summary import Summary, summarise
 from isthmus.loadgen.types import Record, Targets
 from isthmus.workload import Mix, Share, parse_lengths, read_trace
-from isthmus.workload.figures import Spread
 from isthmus.workload.traces import MOONCAKE_BLOCK_TOKENS
 
 _STAGE = "bench"
@@ -43,8 +50,7 @@ class _Run:
     async def at(self, rate: float | None) -> tuple[list[Record], Summary]:
         calls = self.plan.calls(rate)
         label = f"{len(calls)} calls" + (f" at {rate:g}/s" if rate else "")
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-        with Progress(*columns, TimeElapsedColumn(), console=stderr, transient=True) as bar:
+        with progress() as bar:
             task = bar.add_task(label, total=len(calls))
             async with self.endpoint as endpoint:
                 records = await run_calls(
@@ -237,7 +243,7 @@ def _show(summaries: list[Summary], found: Search | None) -> None:
             ("second token gap", summary.second_token_gap),
             ("end to end", summary.e2e),
         ):
-            spreads.add_row(name, f"{summary.offered_rate:.3g}", *_figures(item))
+            spreads.add_row(name, f"{summary.offered_rate:.3g}", *figures(item))
     print_table(spreads)
     for summary in summaries:
         for problem, count in summary.problems.items():
@@ -250,9 +256,3 @@ def _show(summaries: list[Summary], found: Search | None) -> None:
     if found is not None:
         bound = "at least " if found.is_capped else ""
         stdout.print(f"goodput at {found.asked:.0%} attainment: {bound}{found.rate:.3g} requests/s")
-
-
-def _figures(item: Spread) -> tuple[str, ...]:
-    if not item.count:
-        return ("–",) * 5
-    return tuple(f"{value:.1f}" for value in (item.mean, item.p50, item.p90, item.p99, item.max))

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from isthmus.cli.options import Output
-from isthmus.cli.output import OutputFormat, print_json, print_table, stdout, table
+from isthmus.cli.output import OutputFormat, print_json, print_table, progress, stdout, table
 from isthmus.cli.scenario_options import (
     Counts,
     File,
@@ -20,7 +20,6 @@ from isthmus.cli.scenario_options import (
     Target,
     Trace,
     load,
-    progress,
 )
 from isthmus.sim import Budget, Candidate, Plan, Shape, make_plan, shapes
 

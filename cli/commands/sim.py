@@ -10,7 +10,16 @@ from typing import Annotated, Any
 import typer
 
 from isthmus.cli.options import Output
-from isthmus.cli.output import OutputFormat, print_json, print_table, stderr, stdout, table
+from isthmus.cli.output import (
+    OutputFormat,
+    figures,
+    print_json,
+    print_table,
+    progress,
+    stderr,
+    stdout,
+    table,
+)
 from isthmus.cli.scenario_options import (
     Counts,
     File,
@@ -21,14 +30,12 @@ from isthmus.cli.scenario_options import (
     Target,
     Trace,
     load,
-    progress,
 )
 from isthmus.common.errors import ConfigError
 from isthmus.sim import GoodputSearch, Run, Scenario, SimReport, search_goodput, with_policy
 from isthmus.sim import run_scenario as run_once
 from isthmus.sim.plots import plot_rates, plot_run
 from isthmus.sim.run import Probe
-from isthmus.workload.figures import Spread
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -197,7 +204,7 @@ def _show(report: SimReport) -> None:
         ("second token gap", total.second_token_gap),
         ("end to end", total.e2e),
     ):
-        spreads.add_row(name, *_figures(spread))
+        spreads.add_row(name, *figures(spread))
     print_table(spreads)
     roles = table("role", "instances", "GPUs", "busy", "preempted")
     for role, use in report.roles.items():
@@ -257,9 +264,3 @@ def _show_searches(searches: dict[str, GoodputSearch]) -> None:
             str(len(found.probes)),
         )
     print_table(made)
-
-
-def _figures(item: Spread) -> tuple[str, ...]:
-    if not item.count:
-        return ("–",) * 5
-    return tuple(f"{value:.1f}" for value in (item.mean, item.p50, item.p90, item.p99, item.max))
