@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -53,19 +54,18 @@ class Flags:
 def load(file: Path | None, flags: Flags) -> Scenario:
     """Raises ConfigError."""
     configure_logging(LoggingConfig(level="error"))
-    tree = _read(file) if file is not None else _copy(PAIR)
+    tree = _read(file) if file is not None else deepcopy(PAIR)
     if flags.pools:
         pattern = (tree.get("pools") or [{}])[0]
         tree["pools"] = [_pool(text, pattern, tree) for text in flags.pools]
     workload = tree.setdefault("workload", {})
-    for key, value in (("rate", flags.rate), ("requests", flags.requests)):
-        if value is not None:
-            workload[key] = value
     if flags.trace is not None:
         workload["trace"] = str(flags.trace.absolute())
         if file is None:  # at the trace's own speed, and all of it
-            for key in ("rate", "requests"):
-                workload[key] = workload[key] if getattr(flags, key) is not None else 0
+            workload |= {"rate": 0, "requests": 0}
+    for key, value in (("rate", flags.rate), ("requests", flags.requests)):
+        if value is not None:
+            workload[key] = value
     classes = tree.setdefault("classes", {"default": {}})
     for key, limit in (("ttft_ms", flags.ttft_ms), ("tpot_ms", flags.tpot_ms)):
         for item in classes.values() if limit is not None else ():
@@ -85,12 +85,6 @@ def _read(file: Path) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise ConfigError(f"{file} must hold a mapping", stage=_STAGE)
     return tree
-
-
-def _copy(tree: Any) -> Any:
-    if isinstance(tree, dict):
-        return {key: _copy(value) for key, value in tree.items()}
-    return [_copy(item) for item in tree] if isinstance(tree, list) else tree
 
 
 def _pool(text: str, first: dict[str, Any], tree: dict[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
 
@@ -31,6 +31,7 @@ from isthmus.cli.scenario_options import (
     Trace,
     load,
 )
+from isthmus.common.config import RouterConfig
 from isthmus.common.errors import ConfigError
 from isthmus.sim import GoodputSearch, Run, Scenario, SimReport, search_goodput, with_policy
 from isthmus.sim import run_scenario as run_once
@@ -135,10 +136,6 @@ def compare(
 
 
 def _policies() -> tuple[str, ...]:
-    from typing import get_args
-
-    from isthmus.common.config import RouterConfig
-
     return get_args(RouterConfig.model_fields["policy"].annotation)
 
 
