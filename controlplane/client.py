@@ -15,6 +15,7 @@ from isthmus.protos.convert import info_from_pb, load_from_pb, role_from_pb, rol
 from isthmus.protos.v1 import control_pb2, control_pb2_grpc, instance_pb2, instance_pb2_grpc
 
 CALL_TIMEOUT_S = 3.0
+INSTANCE_TIMEOUT_S = 2.0
 SCALE_MARGIN_S = 30.0
 """Beyond the drains: processes that are ended by force, and the start of new ones."""
 _T = TypeVar("_T")
@@ -116,7 +117,9 @@ async def _with_load(item: control_pb2.ManagedInstance) -> InstanceStatus:
     load: LoadReport | None = None
     connectors: dict[str, str] = {}
     if info is not None:
-        load, connectors = await asyncio.gather(_load(info.address), _connectors(info.address))
+        async with create_channel(info.address) as channel:
+            stub = instance_pb2_grpc.InstanceServiceStub(channel)
+            load, connectors = await asyncio.gather(_load(stub), _connectors(stub))
     return InstanceStatus(
         instance_id=item.instance_id,
         role=role_from_pb(item.role),
@@ -129,29 +132,26 @@ async def _with_load(item: control_pb2.ManagedInstance) -> InstanceStatus:
     )
 
 
-async def _connectors(address: str) -> dict[str, str]:
+async def _connectors(stub: instance_pb2_grpc.InstanceServiceStub) -> dict[str, str]:
     """By peer; empty when the instance does not answer in time."""
-    async with create_channel(address) as channel:
-        stub = instance_pb2_grpc.InstanceServiceStub(channel)
-        try:
-            reply = await stub.ListPeers(instance_pb2.ListPeersRequest(), timeout=2.0)
-        except grpc.aio.AioRpcError:
-            return {}
+    try:
+        reply = await stub.ListPeers(instance_pb2.ListPeersRequest(), timeout=INSTANCE_TIMEOUT_S)
+    except grpc.aio.AioRpcError:
+        return {}
     return dict(reply.connectors)
 
 
-async def _load(address: str) -> LoadReport | None:
+async def _load(stub: instance_pb2_grpc.InstanceServiceStub) -> LoadReport | None:
     """The first load report of an instance; None when it gives none in time."""
-    async with create_channel(address) as channel:
-        stub = instance_pb2_grpc.InstanceServiceStub(channel)
-        call = stub.WatchLoad(instance_pb2.WatchLoadRequest(interval_ms=100), timeout=2.0)
-        try:
-            async for reply in call:
-                return load_from_pb(reply.report)
-        except grpc.aio.AioRpcError:
-            return None
-        finally:
-            call.cancel()
+    request = instance_pb2.WatchLoadRequest(interval_ms=100)
+    call = stub.WatchLoad(request, timeout=INSTANCE_TIMEOUT_S)
+    try:
+        async for reply in call:
+            return load_from_pb(reply.report)
+    except grpc.aio.AioRpcError:
+        return None
+    finally:
+        call.cancel()
     return None
 
 
