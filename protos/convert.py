@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 
+from isthmus.common.clock import NS_PER_MS
 from isthmus.common.cluster import (
     InstanceInfo,
     InstanceState,
@@ -51,7 +52,6 @@ from isthmus.common.types import (
 from isthmus.protos.v1 import common_pb2 as pb
 from isthmus.protos.v1 import router_pb2, transfer_pb2
 
-NS_PER_MS = 1_000_000
 HASH_BYTES = 16
 
 _FINISH_TO_PB = {
