@@ -10,6 +10,8 @@ import random
 from collections.abc import Callable
 
 RETRY_RANGE_MS = (1_000, 60_000)
+SHORT_WAIT_MS = 1_000
+"""For ``retry_after_ms``, where nobody can tell how long it takes."""
 
 
 class Backoff:

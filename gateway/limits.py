@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from starlette.requests import ClientDisconnect, Request
 
 from isthmus.common import metrics
-from isthmus.common.backoff import retry_after_ms
+from isthmus.common.backoff import SHORT_WAIT_MS, retry_after_ms
 from isthmus.common.clock import NS_PER_MS, NS_PER_S
 from isthmus.common.config import GatewayConfig
 from isthmus.common.errors import (
@@ -29,7 +29,6 @@ from isthmus.common.slo import TenantConfig, hash_key
 from isthmus.gateway.plan import ANONYMOUS
 
 _BEARER = "bearer "
-RETRY_AFTER_MS = 1_000
 MAX_TENANT_LABELS = 100
 OTHER_TENANTS = "other"
 
@@ -126,13 +125,13 @@ class InflightLimiter:
         if self.num_inflight >= self._max_inflight:
             message = f"{self._max_inflight} requests are being served: try again"
             raise RateLimitedError(
-                message, stage="admission", retry_after_ms=retry_after_ms(RETRY_AFTER_MS)
+                message, stage="admission", retry_after_ms=retry_after_ms(SHORT_WAIT_MS)
             )
         tenant, num_own = identity.tenant, self._of_tenant.get(identity.tenant, 0)
         if 0 < identity.max_inflight <= num_own:
             message = f"tenant {tenant} has {num_own} requests being served: try again"
             raise QuotaError(
-                message, stage="admission", retry_after_ms=retry_after_ms(RETRY_AFTER_MS)
+                message, stage="admission", retry_after_ms=retry_after_ms(SHORT_WAIT_MS)
             )
         self.num_inflight += 1
         self._of_tenant[tenant] = num_own + 1

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from isthmus.common.backoff import retry_after_ms
+from isthmus.common.backoff import SHORT_WAIT_MS, retry_after_ms
 from isthmus.common.clock import Clock
 from isthmus.common.cluster import InstanceInfo, InstanceState, Role
 from isthmus.common.errors import InstanceLostError, IsthmusError, NoInstanceError, TransferError
@@ -23,7 +23,6 @@ from isthmus.gateway.plan import GenerationPlan, PreparedPrompt
 from isthmus.router.router import Router
 from isthmus.router.types import Outcome, RouteQuery
 
-RETRY_AFTER_MS = 1_000
 _SERVING = (InstanceState.READY, InstanceState.DRAINING)
 
 
@@ -154,7 +153,7 @@ class RouterClient:
             raise NoInstanceError(
                 message,
                 stage="route",
-                retry_after_ms=retry_after_ms(RETRY_AFTER_MS),
+                retry_after_ms=retry_after_ms(SHORT_WAIT_MS),
                 reason="pool_empty",
             )
 

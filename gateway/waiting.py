@@ -15,12 +15,11 @@ from dataclasses import dataclass
 from starlette.types import Receive
 
 from isthmus.common import metrics
-from isthmus.common.backoff import retry_after_ms
+from isthmus.common.backoff import SHORT_WAIT_MS, retry_after_ms
 from isthmus.common.clock import NS_PER_MS, NS_PER_S
 from isthmus.common.errors import CancelledError, IsthmusError, NoInstanceError
 
 TICK_S = 0.05
-RETRY_AFTER_MS = 1_000
 
 
 @dataclass(eq=False, slots=True)
@@ -76,7 +75,7 @@ class WaitingRoom:
         return NoInstanceError(
             message,
             stage="route",
-            retry_after_ms=asked_ms or retry_after_ms(RETRY_AFTER_MS),
+            retry_after_ms=asked_ms or retry_after_ms(SHORT_WAIT_MS),
             reason=reason,
         )
 
