@@ -23,7 +23,8 @@ REQUESTS = Counter(
 )
 REQUESTS_OFFERED = Counter(
     "isthmus_requests_offered",
-    "Requests that came with a valid body, whatever became of them: the demand",
+    "Requests that came with a valid body, or were refused or failed before it was read: the "
+    "demand",
     ["slo_class", "tenant"],
 )
 GOODPUT_RATIO = Gauge(

@@ -66,9 +66,9 @@ def count_refused(
     """A request that ended before it was an exchange: refused, or its client left early."""
     verdict = judge_error(error, has_begun=False)
     offer.count_end(verdict, goodput, has_missed=False)
+    if is_offered(verdict, has_missed=False) and not offer.is_counted:
+        offer.count_offered()  # ended before its body was read, and demand all the same
     if verdict is Verdict.REJECTED:
-        if not offer.is_counted:
-            offer.count_offered()  # refused before its body was read, and demand all the same
         offer.count_decision("reject", error.reason)
     _log.info(
         "request ended",
