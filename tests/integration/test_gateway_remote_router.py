@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Literal
 
 import pytest
@@ -39,6 +40,19 @@ async def registry() -> AsyncIterator[MemoryRegistry]:
         yield made
 
 
+@asynccontextmanager
+async def led(registry: MemoryRegistry) -> AsyncIterator[tuple[HostedRouter, RemoteDecider]]:
+    """A router that leads, and a gateway that knows it."""
+    leader = await HostedRouter(registry, "router-0").start()
+    try:
+        await leader.leads()
+        async with remote_decider(registry) as decider:
+            await poll_until(lambda: decider.leader == leader.record)
+            yield leader, decider
+    finally:
+        await leader.host.close()
+
+
 class Awaited(asyncio.Event):
     """Not set, and tells when somebody waits for it."""
 
@@ -70,10 +84,7 @@ def hold_everything(router: HostedRouter, monkeypatch: pytest.MonkeyPatch) -> li
 
 @pytest.mark.asyncio
 async def test_the_leader_decides_and_learns_what_became_of_it(registry: MemoryRegistry) -> None:
-    leader = await HostedRouter(registry, "router-0").start()
-    await leader.leads()
-    async with remote_decider(registry) as decider:
-        await poll_until(lambda: decider.leader == leader.record)
+    async with led(registry) as (leader, decider):
         before, asker = fallbacks(), Asker()
         decider.ask(make_query(name="r-0.0"), asker, may_wait=True)
         decision = await asker.answer()
@@ -86,38 +97,35 @@ async def test_the_leader_decides_and_learns_what_became_of_it(registry: MemoryR
         assert record is not None
         assert record.outcomes == [OutcomeKind.FIRST_TOKEN, OutcomeKind.FINISHED]
         assert fallbacks() == before
-    await leader.host.close()
 
 
 @pytest.mark.asyncio
 async def test_another_decision_avoids_who_failed(registry: MemoryRegistry) -> None:
-    leader = await HostedRouter(registry, "router-0").start()
-    await leader.leads()
-    async with remote_decider(registry) as decider:
-        await poll_until(lambda: decider.leader is not None)
+    async with led(registry) as (_, decider):
         asker = Asker()
         decider.ask_again(make_query(), asker, failed=InstanceId("p0"), reason="instance_lost")
         decision = await asker.answer()
         assert decision.prefill is None
         assert "again without p0 (instance_lost)" in decision.reason
-    await leader.host.close()
 
 
 @pytest.mark.asyncio
 async def test_a_refusal_arrives_with_all_that_it_says(
     registry: MemoryRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    leader = await HostedRouter(registry, "router-0").start()
-    await leader.leads()
+    async with led(registry) as (leader, decider):
 
-    def refuse(_: RouteQuery) -> RouteDecision:
-        raise CapacityError(
-            "full", stage="route", retry_after_ms=7_000, reason="why", predicted_ms=2, limit_ms=1
-        )
+        def refuse(_: RouteQuery) -> RouteDecision:
+            raise CapacityError(
+                "full",
+                stage="route",
+                retry_after_ms=7_000,
+                reason="why",
+                predicted_ms=2,
+                limit_ms=1,
+            )
 
-    monkeypatch.setattr(leader.router, "route", refuse)
-    async with remote_decider(registry) as decider:
-        await poll_until(lambda: decider.leader is not None)
+        monkeypatch.setattr(leader.router, "route", refuse)
         asker = Asker()
         decider.ask(make_query(), asker, may_wait=True)
         await asyncio.wait_for(asker.heard.wait(), 20)
@@ -125,7 +133,6 @@ async def test_a_refusal_arrives_with_all_that_it_says(
         error = asker.error
         assert (error.reason, error.predicted_ms, error.limit_ms) == ("why", 2, 1)
         assert error.retry_after_ms == 7_000
-    await leader.host.close()
 
 
 @pytest.mark.asyncio
@@ -154,18 +161,14 @@ async def test_a_gateway_that_knows_nobody_either_refuses(registry: MemoryRegist
 async def test_a_question_that_waits_in_a_router_that_dies_is_decided_all_the_same(
     registry: MemoryRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    leader = await HostedRouter(registry, "router-0").start()
-    await leader.leads()
-    held = hold_everything(leader, monkeypatch)
-    async with remote_decider(registry) as decider:
-        await poll_until(lambda: decider.leader is not None)
+    async with led(registry) as (leader, decider):
+        held = hold_everything(leader, monkeypatch)
         asker = Asker()
         decider.ask(make_query(), asker, may_wait=True)
         await poll_until(lambda: len(held) == 1)
         assert not asker.heard.is_set()
         await leader.die()
         assert (await asker.answer()).policy == OWN_POLICY
-    await leader.host.close()
 
 
 @pytest.mark.asyncio
@@ -197,25 +200,18 @@ async def test_a_standby_takes_over_with_the_questions_that_wait(
 async def test_one_that_does_not_lead_refuses_and_the_gateway_decides(
     registry: MemoryRegistry,
 ) -> None:
-    leader = await HostedRouter(registry, "router-0").start()
-    await leader.leads()
-    async with remote_decider(registry) as decider:
-        await poll_until(lambda: decider.leader is not None)
+    async with led(registry) as (leader, decider):
         leader.host._leads.clear()
         asker = Asker()
         decider.ask(make_query(), asker, may_wait=True)
         assert (await asker.answer()).policy == OWN_POLICY
-    await leader.host.close()
 
 
 @pytest.mark.asyncio
 async def test_one_that_has_not_heard_yet_that_it_leads_answers_when_it_has(
     registry: MemoryRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    leader = await HostedRouter(registry, "router-0").start()
-    await leader.leads()
-    async with remote_decider(registry) as decider:
-        await poll_until(lambda: decider.leader is not None)
+    async with led(registry) as (leader, decider):
         monkeypatch.setattr(service, "LEAD_GRACE_S", 30.0)
         leads = leader.host._servicer._leads = Awaited()
         assert decider._link is not None
@@ -225,35 +221,27 @@ async def test_one_that_has_not_heard_yet_that_it_leads_answers_when_it_has(
         await asyncio.wait_for(leads.is_awaited.wait(), 20)
         leads.set()
         assert (await asking).policy == leader.router.snapshot().policy
-    await leader.host.close()
 
 
 @pytest.mark.asyncio
 async def test_a_client_that_leaves_takes_its_question_out_of_the_router(
     registry: MemoryRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    leader = await HostedRouter(registry, "router-0").start()
-    await leader.leads()
-    held = hold_everything(leader, monkeypatch)
-    async with remote_decider(registry) as decider:
-        await poll_until(lambda: decider.leader is not None)
+    async with led(registry) as (leader, decider):
+        held = hold_everything(leader, monkeypatch)
         asker, query = Asker(), make_query(name="gone-0.0")
         decider.ask(query, asker, may_wait=True)
         await poll_until(lambda: len(held) == 1 and leader.host.driver.num_waiting == 1)
         decider.withdraw(query.request_id)
         await poll_until(lambda: leader.host.driver.num_waiting == 0)
         assert not asker.heard.is_set()
-    await leader.host.close()
 
 
 @pytest.mark.asyncio
 async def test_a_decision_on_its_way_to_one_that_has_left_is_given_back(
     registry: MemoryRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    leader = await HostedRouter(registry, "router-0").start()
-    await leader.leads()
-    async with remote_decider(registry) as decider:
-        await poll_until(lambda: decider.leader is not None)
+    async with led(registry) as (leader, decider):
         asker, query = Asker(), make_query(name="gone-0.0")
         decider.ask(query, asker, may_wait=True)
         await poll_until(lambda: leader.router.snapshot().num_reservations == 1)
@@ -261,7 +249,6 @@ async def test_a_decision_on_its_way_to_one_that_has_left_is_given_back(
         if asker.decision is not None:  # it was heard in time: then its asker reports
             decider.report(asker.decision.decision_id, Outcome.cancelled())
         await poll_until(lambda: leader.router.snapshot().num_reservations == 0)
-    await leader.host.close()
 
 
 def lose_answers(decider: RemoteDecider, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,10 +269,7 @@ def lose_answers(decider: RemoteDecider, error: Exception, monkeypatch: pytest.M
 async def test_a_decision_whose_answer_was_lost_is_given_back(
     registry: MemoryRegistry, kind: type[IsthmusError], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    leader = await HostedRouter(registry, "router-0").start()
-    await leader.leads()
-    async with remote_decider(registry) as decider:
-        await poll_until(lambda: decider.leader is not None)
+    async with led(registry) as (leader, decider):
         lose_answers(decider, kind("lost", stage="route"), monkeypatch)
         asker = Asker()
         decider.ask(make_query(name="lost-0.0"), asker, may_wait=True)
@@ -293,24 +277,19 @@ async def test_a_decision_whose_answer_was_lost_is_given_back(
         assert len(leader.router.log.of_request("lost-0.0")) == 1
         await poll_until(lambda: leader.router.snapshot().num_reservations == 0, timeout_s=20)
         assert not leader.host._servicer.open._gateways["g"].open
-    await leader.host.close()
 
 
 @pytest.mark.asyncio
 async def test_an_answer_that_cannot_be_read_is_an_answer_all_the_same(
     registry: MemoryRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    leader = await HostedRouter(registry, "router-0").start()
-    await leader.leads()
-    async with remote_decider(registry) as decider:
-        await poll_until(lambda: decider.leader is not None)
+    async with led(registry) as (leader, decider):
         lose_answers(decider, KeyError("no such policy"), monkeypatch)
         asker = Asker()
         decider.ask(make_query(name="odd-0.0"), asker, may_wait=True)
         await asyncio.wait_for(asker.heard.wait(), 20)
         assert isinstance(asker.error, InternalError)
         await poll_until(lambda: leader.router.snapshot().num_reservations == 0, timeout_s=20)
-    await leader.host.close()
 
 
 @pytest.mark.asyncio
