@@ -277,8 +277,11 @@ class Choice:
         self._failed_prefills.clear()
         self.timeline.mark(Event.ROUTED, self._services.clock.now_ns())
         self.local_reason = decision.local_reason
-        self._request_id = RequestId(f"{self._plan.request_id}-{self.index}.{self.num_retries}")
+        self._request_id = self._attempt_id()
         self._services.decode_client.submit(self._request(), decision, self)
+
+    def _attempt_id(self) -> RequestId:
+        return RequestId(f"{self._plan.request_id}-{self.index}.{self.num_retries}")
 
     def _request(self) -> Request:
         sampling = self._sampling
@@ -299,7 +302,7 @@ class Choice:
 
     def _query(self, prefer_decode: InstanceId | None = None) -> ChoiceQuery:
         return ChoiceQuery(
-            request_id=RequestId(f"{self._plan.request_id}-{self.index}.{self.num_retries}"),
+            request_id=self._attempt_id(),
             plan=self._plan,
             prompt=self.prompt,
             num_resumed_tokens=len(self._output.token_ids),
