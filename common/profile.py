@@ -18,23 +18,6 @@ from isthmus.common.config_node import Node
 from isthmus.common.errors import ConfigError
 
 
-class LinkProfile(Node):
-    """How KV travels: ``setup_ms`` once a transfer, then bytes at a rate."""
-
-    setup_ms: float = Field(2.0, ge=0)
-    bytes_per_ms: float = Field(1e6, gt=0)
-
-
-class ResidualProfile(Node):
-    """How far measurements were from the model: measured / predicted at these quantiles.
-
-    Empty lists: not known, take the model at its word.
-    """
-
-    quantiles: list[float] = Field(default_factory=list)
-    ratios: list[float] = Field(default_factory=list)
-
-
 class InstanceProfile(Node):
     version: Literal[1] = 1
     name: str = Field("", description="of the profile, for reports")
@@ -49,10 +32,6 @@ class InstanceProfile(Node):
     num_blocks: int = Field(1_000, ge=1)
     block_size: int = Field(16, ge=1)
     kv_bytes_per_token: int = Field(0, ge=0)
-    link: LinkProfile = LinkProfile()
-    overhead_ms: float = Field(0.0, ge=0, description="of one request outside steps and links")
-    prefill_residual: ResidualProfile = ResidualProfile()
-    decode_residual: ResidualProfile = ResidualProfile()
 
     @field_validator("latency", mode="before")
     @classmethod

@@ -8,14 +8,12 @@ import pytest
 
 from isthmus.common.cluster import LatencyModel, Role
 from isthmus.common.errors import ConfigError
-from isthmus.common.profile import InstanceProfile, LinkProfile, read_profile
+from isthmus.common.profile import InstanceProfile, read_profile
 
 
 def test_profile_survives_a_file(tmp_path: Path) -> None:
     latency = LatencyModel(5, 0.1, 1e-6, 20, 0.5, 1e-4, large_batch=95, large_base=7)
-    made = InstanceProfile(
-        name="p0", role=Role.PREFILL, latency=latency, link=LinkProfile(bytes_per_ms=5e6)
-    )
+    made = InstanceProfile(name="p0", role=Role.PREFILL, latency=latency, kv_bytes_per_token=23_040)
     file = tmp_path / "p0.json"
     file.write_text(made.to_json(), "utf-8")
     assert read_profile(file) == made
