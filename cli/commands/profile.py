@@ -108,7 +108,7 @@ def describe(info: InstanceInfo, latency: LatencyModel) -> InstanceProfile:
         max_model_len=info.max_model_len,
         num_blocks=info.num_blocks,
         block_size=layout.block_size,
-        kv_bytes_per_token=layout.block_bytes // layout.block_size * layout.tp_size,
+        kv_bytes_per_token=layout.instance_token_bytes,
     )
 
 
