@@ -6,11 +6,11 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import get_args
+from types import NoneType, UnionType
+from typing import Literal, Union, get_args, get_origin
 
 from prometheus_client.metrics import MetricWrapperBase
 from pydantic import BaseModel
-from pydantic.fields import FieldInfo
 
 from isthmus.common import metrics
 from isthmus.common.config import ClusterConfig, node_of_mapping
@@ -47,7 +47,8 @@ def _rows(node: BaseModel, prefix: str) -> Iterator[tuple[str, str, str, str]]:
             yield f"`{prefix}{name}`", "names", f"`{_shown(value)}`", meaning
             yield from _rows(named(), f"{prefix}{name}.NAME.")
         else:
-            yield f"`{prefix}{name}`", _type_name(field), f"`{value!r}`", meaning
+            types = " \\| ".join(_type_names(field.annotation))
+            yield f"`{prefix}{name}`", types, f"`{value!r}`", meaning
 
 
 def _shown(nodes: dict[str, BaseModel]) -> str:
@@ -56,11 +57,17 @@ def _shown(nodes: dict[str, BaseModel]) -> str:
     return json.dumps(tree).replace('"', "")
 
 
-def _type_name(field: FieldInfo) -> str:
-    values = get_args(field.annotation)
-    if values and all(isinstance(value, str) for value in values):
-        return " \\| ".join(values)
-    return getattr(field.annotation, "__name__", str(field.annotation))
+def _type_names(annotation: object) -> Iterator[str]:
+    origin, parts = get_origin(annotation), get_args(annotation)
+    if origin is Literal:
+        yield from map(str, parts)
+    elif origin in (Union, UnionType):
+        for part in parts:
+            yield from _type_names(part)
+    elif annotation is NoneType:
+        yield "null"  # as YAML says it
+    else:
+        yield getattr(annotation, "__name__", str(annotation))
 
 
 def metrics_page() -> str:
