@@ -90,14 +90,15 @@ class RemoteDecider:
         )
 
     async def close(self) -> None:
-        for question in self._questions.values():
-            if question.task is not None:
-                question.task.cancel()
-        self._questions.clear()
         if self._follower is not None:
             self._follower.cancel()
             with suppress(asyncio.CancelledError):
                 await self._follower
+        asking = [item.task for item in self._questions.values() if item.task is not None]
+        self._questions.clear()
+        for task in asking:
+            task.cancel()
+        await asyncio.gather(*asking, return_exceptions=True)
         if self._link is not None:
             self._close_later(self._link)
         await asyncio.gather(*self._closing, return_exceptions=True)
