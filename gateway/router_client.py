@@ -75,7 +75,7 @@ class RouterClient:
         failed: InstanceId,
         asker: Asker,
     ) -> None:
-        """A new decision after ``last`` came to nothing; its reservation is given back first."""
+        """A new decision after ``last`` came to nothing; its reservation is given back."""
         self.report_failed(last, error, failed)
         self._decider.ask_again(query.to_route_query(), asker, failed=failed, reason=error.code)
 
