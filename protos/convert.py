@@ -83,6 +83,7 @@ _ACTION_TO_PB = {
 }
 _ACTION_FROM_PB = {value: key for key, value in _ACTION_TO_PB.items()}
 _EVENTS = {event.value: event for event in Event}
+_REMEDIES = {remedy.value: remedy for remedy in Remedy}
 
 
 def ms_left(deadline_ns: int) -> int:
@@ -142,15 +143,16 @@ def slo_to_pb(slo: Slo) -> pb.Slo:
 
 
 def slo_from_pb(message: pb.Slo) -> Slo:
+    """A remedy that this version does not know leaves it to the decode instance."""
     return Slo(
-        class_name=message.class_name or "default",
+        class_name=message.class_name or _DEFAULT_SLO.class_name,
         ttft_ms=message.ttft_ms if message.HasField("ttft_ms") else None,
         tpot_ms=message.tpot_ms if message.HasField("tpot_ms") else None,
         e2e_ms=message.e2e_ms if message.HasField("e2e_ms") else None,
         quantile=message.quantile or _DEFAULT_SLO.quantile,
         weight=message.weight or _DEFAULT_SLO.weight,
         is_strict=message.is_strict,
-        on_failure=Remedy(message.on_failure) if message.on_failure else None,
+        on_failure=_REMEDIES.get(message.on_failure),
     )
 
 
