@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 import yaml
 
-from isthmus.common.config import LoggingConfig
+from isthmus.common.config import LoggingConfig, read_yaml
 from isthmus.common.errors import ConfigError
 from isthmus.common.logging import configure_logging
 from isthmus.sim import Scenario, parse_scenario
@@ -54,7 +54,7 @@ class Flags:
 def load(file: Path | None, flags: Flags) -> Scenario:
     """Raises ConfigError."""
     configure_logging(LoggingConfig(level="error"))
-    tree = _read(file) if file is not None else deepcopy(PAIR)
+    tree = read_yaml(file, _STAGE) if file is not None else deepcopy(PAIR)
     if flags.pools:
         pattern = (tree.get("pools") or [{}])[0]
         tree["pools"] = [_pool(text, pattern, tree) for text in flags.pools]
@@ -73,18 +73,6 @@ def load(file: Path | None, flags: Flags) -> Scenario:
     for setting in flags.settings or []:
         _set(tree, setting)
     return parse_scenario(tree, file.parent if file else Path(), str(file or "scenario"))
-
-
-def _read(file: Path) -> dict[str, Any]:
-    try:
-        tree = yaml.safe_load(file.read_text("utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read {file}: {error.strerror}", stage=_STAGE) from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{file} is not valid YAML: {error}", stage=_STAGE) from error
-    if not isinstance(tree, dict):
-        raise ConfigError(f"{file} must hold a mapping", stage=_STAGE)
-    return tree
 
 
 def _pool(text: str, first: dict[str, Any], tree: dict[str, Any]) -> dict[str, Any]:

@@ -444,7 +444,7 @@ def load_config(
     # Over the dumped defaults: a pool of which only `cpus` is given keeps its number of replicas.
     tree = ClusterConfig().model_dump()
     if file is not None:
-        tree = _merge(tree, _read_yaml(file))
+        tree = _merge(tree, read_yaml(file))
     tree = _merge(tree, _from_environ(os.environ if environ is None else environ))
     tree = _merge(tree, dict(overrides or {}))
     try:
@@ -453,17 +453,18 @@ def load_config(
         raise ConfigError("\n".join(_explain(error)), stage="config") from error
 
 
-def _read_yaml(file: Path) -> dict[str, Any]:
+def read_yaml(file: Path, stage: str = "config") -> dict[str, Any]:
+    """The mapping that a file holds, empty for an empty file. Raises ConfigError."""
     try:
         data = yaml.safe_load(file.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"cannot read {file}: {error.strerror}", stage="config") from error
+        raise ConfigError(f"cannot read {file}: {error.strerror}", stage=stage) from error
     except yaml.YAMLError as error:
-        raise ConfigError(f"{file} is not valid YAML: {error}", stage="config") from error
+        raise ConfigError(f"{file} is not valid YAML: {error}", stage=stage) from error
     if data is None:
         return {}
     if not isinstance(data, dict):
-        raise ConfigError(f"{file} must hold a mapping, not {type(data).__name__}", stage="config")
+        raise ConfigError(f"{file} must hold a mapping, not {type(data).__name__}", stage=stage)
     return data
 
 
