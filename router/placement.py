@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 
 from isthmus.common.clock import NS_PER_MS, Clock
 from isthmus.common.ids import InstanceId
-from isthmus.router.goodput import DECODE_FULL, NEVER, Ask, GoodputPolicy, Weighed
+from isthmus.router.forecast import NEVER, Ask
+from isthmus.router.goodput import DECODE_FULL, GoodputPolicy, Weighed
 from isthmus.router.knowledge import Knowledge
 from isthmus.router.prices import Stage
 from isthmus.router.quantiles import Kind, bucket_of
