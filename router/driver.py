@@ -22,8 +22,8 @@ _log = get_logger("router")
 
 
 class RouterDriver:
-    """Owns the timer and who waits. Everything runs in the event loop. A callback that raises is
-    logged and harms nobody else who waits."""
+    """Owns the timer and who waits. Everything runs in the event loop. A callback or a tick that
+    raises is logged and harms nobody else who waits."""
 
     def __init__(self, router: Router, clock: Clock) -> None:
         self._router = router
@@ -90,12 +90,15 @@ class RouterDriver:
     def _tick(self) -> None:
         self._is_woken = False
         try:
-            for settled in self._router.tick():
-                on_settled = self._waiting.pop(settled.request_id, None)
-                if on_settled is not None:
-                    _tell(on_settled, settled)
-        finally:
-            self._arm()
+            told = self._router.tick()
+        except Exception:  # noqa: BLE001  # the next tick tells who was settled in this one
+            _log.exception("a tick of the router broke off")
+            told = []
+        for settled in told:
+            on_settled = self._waiting.pop(settled.request_id, None)
+            if on_settled is not None:
+                _tell(on_settled, settled)
+        self._arm()
 
     def _give_back(self, verdict: Admitted | Rejected) -> None:
         """Nobody is left who would report the outcome."""

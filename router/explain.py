@@ -107,6 +107,7 @@ class DecisionLog:
         self._max_records = max_records
         self._records: deque[DecisionRecord] = deque()
         self._by_decision: dict[DecisionId, DecisionRecord] = {}
+        self._by_request: dict[RequestId, list[DecisionRecord]] = {}
 
     def __len__(self) -> int:
         return len(self._records)
@@ -115,13 +116,16 @@ class DecisionLog:
         self._records.append(record)
         if record.decision is not None:
             self._by_decision[record.decision.decision_id] = record
+        self._by_request.setdefault(record.request_id, []).append(record)
         if len(self._records) > self._max_records:
-            oldest = self._records.popleft()
-            if oldest.decision is not None:
-                del self._by_decision[oldest.decision.decision_id]
+            self._forget(self._records.popleft())
 
     def get(self, decision_id: DecisionId) -> DecisionRecord | None:
         return self._by_decision.get(decision_id)
+
+    def of_sequence(self, request_id: RequestId) -> tuple[DecisionRecord, ...]:
+        """Oldest first: those whose ``request_id`` is exactly this one. Costs no search."""
+        return tuple(self._by_request.get(request_id, ()))
 
     def of_request(self, request_id: str) -> list[DecisionRecord]:
         """Oldest first: a request that was routed again, or has several choices, has several.
@@ -139,3 +143,11 @@ class DecisionLog:
     def last(self, count: int) -> list[DecisionRecord]:
         """Newest first."""
         return list(islice(reversed(self._records), count))
+
+    def _forget(self, oldest: DecisionRecord) -> None:
+        if oldest.decision is not None:
+            del self._by_decision[oldest.decision.decision_id]
+        same = self._by_request[oldest.request_id]
+        del same[0]
+        if not same:
+            del self._by_request[oldest.request_id]

@@ -21,6 +21,7 @@ from isthmus.common.errors import (
     CapacityError,
     DeadlineError,
     InfeasibleSloError,
+    InvalidRequestError,
     IsthmusError,
     SloShedError,
 )
@@ -107,6 +108,7 @@ class Intake:
         self._ageing_ns = int(ageing_ms * NS_PER_MS)
         self._pools: dict[str, Pool] = {}
         self._next_tick_ns: int | None = None
+        self._untold: list[Settled] = []  # of a tick that broke off
 
     @property
     def queue(self) -> HoldingQueue:
@@ -114,6 +116,8 @@ class Intake:
 
     def submit(self, query: RouteQuery, deadline_ns: int | None, now_ns: int) -> Verdict:
         """``deadline_ns``: by the same clock as ``now_ns``."""
+        if query.request_id in self._queue:
+            return Rejected(_duplicate(query.request_id))
         look = self._places.look(query, now_ns)
         if look is None:
             return self._rejected(query, None, now_ns)
@@ -154,10 +158,22 @@ class Intake:
         return self._queue.remove(request_id) is not None
 
     def tick(self, now_ns: int) -> list[Settled]:
-        settled: list[Settled] = []
+        """Whoever was settled before an exception is told by the next call."""
+        if not self._untold:
+            self._next_tick_ns = now_ns + LONGEST_WAIT_MS * NS_PER_MS  # should this one break off
+            self._settle(now_ns, self._untold)
+        else:
+            self._next_tick_ns = now_ns
+        settled, self._untold = self._untold, []
+        return settled
+
+    def next_tick_ns(self) -> int | None:
+        return self._next_tick_ns
+
+    def _settle(self, now_ns: int, settled: list[Settled]) -> None:
         if not len(self._queue):
             self._next_tick_ns = None
-            return settled
+            return
         for held in self._queue.expired(now_ns):
             waited_ms = (now_ns - held.since_ns) / NS_PER_MS
             message = f"the request's deadline came while it waited ({waited_ms:.0f} ms)"
@@ -168,10 +184,6 @@ class Intake:
             self._leave_out(model, now_ns, settled)
             wait_ms = min(wait_ms, self._bind(model, now_ns, settled))
         self._next_tick_ns = self._next(now_ns, wait_ms)
-        return settled
-
-    def next_tick_ns(self) -> int | None:
-        return self._next_tick_ns
 
     # --- whom to give up -------------------------------------------------------------------------
 
@@ -242,8 +254,8 @@ class Intake:
                 is_late = not is_on_time and held.query.slo.ttft_ms is not None
                 is_degraded = is_late or look.is_infeasible
                 action = RouteAction.DEGRADE if is_degraded else RouteAction.QUEUE
-                self._queue.started(held, now_ns)
                 admitted = self._admitted(held.query, look, action, now_ns)
+                self._queue.started(held, now_ns)
                 settled.append(Settled(held.query.request_id, admitted))
             else:
                 num_passed_over += 1
@@ -301,6 +313,12 @@ def _is_last_chance(held: HeldQuery, now_ns: int) -> bool:
     if held.latest_start_ns is None:
         return False
     return held.latest_start_ns - now_ns < LAST_CHANCE * (now_ns - held.since_ns)
+
+
+def _duplicate(request_id: RequestId) -> InvalidRequestError:
+    """Not noted as a refusal: that would be taken for the end of the one that waits."""
+    message = f"a request with the id {request_id!r} waits already"
+    return InvalidRequestError(message, stage="route", param="request_id")
 
 
 def _infeasible(query: RouteQuery, look: Look) -> InfeasibleSloError:

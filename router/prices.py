@@ -3,8 +3,7 @@
 A pool whose targets are missed more often than its classes allow is scarce: its price rises, and
 choices that spare it (a local prefill where prefill is scarce, a pair where decode is) win more
 often; a pool that keeps its targets gets cheaper again, down to 1. The law is multiplicative, once
-an interval: price ← price^decay · exp(gain · max(0, miss rate − allowed)). A controller that knows
-more may ``publish`` prices, which then hold until it publishes again or ``PUBLISHED_MS`` pass.
+an interval: price ← price^decay · exp(gain · max(0, miss rate − allowed)).
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ INTERVAL_MS = 1_000
 GAIN = 2.0
 DECAY = 0.97
 RANGE = (1.0, 8.0)
-PUBLISHED_MS = 10_000
 ENOUGH = 4  # outcomes in an interval, below which it says nothing
 
 
@@ -53,12 +51,6 @@ class PriceBook:
     current: Prices = field(default_factory=Prices)
     _counts: dict[Stage, _Count] = field(default_factory=lambda: {s: _Count() for s in Stage})
     _updates_ns: int = 0
-    _published_until_ns: int = 0
-
-    def publish(self, prices: Prices, now_ns: int) -> None:
-        """Prices of a controller take the place of the router's own."""
-        self.current = prices
-        self._published_until_ns = now_ns + PUBLISHED_MS * NS_PER_MS
 
     def count(self, stage: Stage, quantile: float, has_missed: bool, now_ns: int) -> None:
         """A request with a target for ``stage`` has met or missed it."""
@@ -73,8 +65,6 @@ class PriceBook:
             return
         self._updates_ns = now_ns + INTERVAL_MS * NS_PER_MS
         counts, self._counts = self._counts, {stage: _Count() for stage in Stage}
-        if now_ns < self._published_until_ns:
-            return
         self.current = replace(
             self.current,
             prefill=_moved(self.current.prefill, counts[Stage.PREFILL]),

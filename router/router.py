@@ -92,7 +92,7 @@ class Router:
     # --- the seam of ``verdict`` -----------------------------------------------------------------
 
     def submit(self, query: RouteQuery) -> Verdict:
-        """Decides, holds or refuses. ``query.request_id`` must not be held already."""
+        """Decides, holds or refuses, with InvalidRequestError what is held already by its id."""
         if self._intake is None:
             try:
                 return Admitted(self.route(query))

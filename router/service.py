@@ -109,6 +109,6 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
     def _withdraw(self, gateway_id: str, request_id: RequestId) -> None:
         """Whether it still waits or its answer is on the way to somebody who has hung up."""
         self._driver.cancel(request_id)
-        for record in self._router.log.of_request(request_id):
+        for record in self._router.log.of_sequence(request_id):
             if record.decision is not None and not record.outcomes:
                 self.open.told(gateway_id, record.decision.decision_id, Outcome.cancelled())

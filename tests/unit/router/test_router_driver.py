@@ -31,6 +31,7 @@ class HoldingRouter:
         self.reported: list[tuple[DecisionId, Outcome]] = []
         self.due_ns: int | None = None
         self.num_ticks = 0
+        self.is_broken = False
         self._settled: list[Settled] = []
 
     def submit(self, query: RouteQuery) -> Admitted | Held | Rejected:
@@ -40,6 +41,9 @@ class HoldingRouter:
     def tick(self) -> list[Settled]:
         self.num_ticks += 1
         self.due_ns = None
+        if self.is_broken:
+            self.is_broken, self.due_ns = False, 0
+            raise ValueError("broken")
         settled, self._settled = self._settled, []
         return settled
 
@@ -165,4 +169,16 @@ async def test_a_callback_that_raises_leaves_the_others_their_verdicts(
     router.settle("a")
     router.settle("b")
     assert (await asyncio.wait_for(wait, 20)).decision_id == "d-b"
+    driver.close()
+
+
+@pytest.mark.asyncio
+async def test_a_tick_that_breaks_off_is_made_again(router: HoldingRouter) -> None:
+    driver = driver_of(router)
+    wait = asyncio.create_task(driver.decide(make_query(name="a")))
+    await poll_until(lambda: driver.num_waiting == 1)
+    router.is_broken = True
+    router.settle("a")
+    assert (await asyncio.wait_for(wait, 20)).decision_id == "d-a"
+    assert router.num_ticks == 2
     driver.close()

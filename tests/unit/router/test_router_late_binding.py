@@ -12,12 +12,14 @@ from isthmus.common.errors import (
     CapacityError,
     DeadlineError,
     InfeasibleSloError,
+    InvalidRequestError,
     NoInstanceError,
     SloShedError,
 )
 from isthmus.common.ids import RequestId
 from isthmus.common.types import LocalPrefillReason, RouteAction, Slo
 from isthmus.router import Outcome, RouteQuery
+from isthmus.router.holding import HoldingQueue
 from isthmus.router.verdict import Admitted, Held, Rejected, Settled
 from tests.support.router_cluster import LATENCY, Cluster, make_info, make_query
 
@@ -131,6 +133,40 @@ def test_deadline_ends_a_wait() -> None:
     verdict = ended[RequestId("late")]
     assert isinstance(verdict, Rejected)
     assert isinstance(verdict.error, DeadlineError)
+
+
+def test_an_id_that_waits_already_is_refused_and_the_first_one_waits_on() -> None:
+    cluster = cluster_of()
+    busy(cluster, 5)
+    first = cluster.router.submit(ask(cluster, "twice", 600))
+    assert isinstance(first, Held)
+    second = cluster.router.submit(ask(cluster, "twice", 100))
+    assert isinstance(second, Rejected)
+    assert isinstance(second.error, InvalidRequestError)
+    assert second.error.param == "request_id"
+    assert cluster.router.cancel(first.request_id)
+
+
+def test_who_was_settled_before_a_tick_breaks_off_is_told_by_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cluster = cluster_of()
+    busy(cluster, 5)
+    deadline_ns = cluster.clock.now_ns() + 50 * NS_PER_MS
+    held = cluster.router.submit(ask(cluster, "late", 600, deadline_ns=deadline_ns))
+    assert isinstance(held, Held)
+    cluster.clock.advance_ms(50)
+
+    def broken(*_: object) -> list[object]:
+        raise ValueError("broken")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(HoldingQueue, "left_out", broken)
+        with pytest.raises(ValueError, match="broken"):
+            tick(cluster)
+        assert cluster.router.next_tick_ns() is not None
+        told = {item.request_id: item.verdict for item in tick(cluster)}
+    assert isinstance(told[held.request_id], Rejected)
 
 
 def test_prompt_too_long_for_its_target_is_told_apart_from_overload() -> None:

@@ -8,11 +8,12 @@ from dataclasses import replace
 import pytest
 
 from isthmus.common.errors import IsthmusError, NoInstanceError
-from isthmus.common.ids import InstanceId
+from isthmus.common.ids import InstanceId, RequestId
 from isthmus.common.timeline import Event, Timeline
 from isthmus.common.types import Slo
 from isthmus.protos.v1 import router_pb2 as pb
 from isthmus.router import Admitted, Outcome, OutcomeKind
+from isthmus.router.explain import DecisionLog
 from isthmus.router.wire import (
     outcome_from_pb,
     outcome_to_pb,
@@ -136,3 +137,16 @@ def test_explanations_are_found_by_any_of_a_requests_names() -> None:
     assert found["mine"] == found["mine.a1b2"] == ["mine.a1b2-0.0", "mine.a1b2-1.0"]
     assert found["mine.a1b2-1.0"] == ["mine.a1b2-1.0"]
     assert found["min"] == found[""] == []
+
+
+def test_records_of_one_sequence_are_those_that_are_kept() -> None:
+    cluster = Cluster(1, 1)
+    log = DecisionLog(max_records=2)
+    for name in ("a", "b", "a"):
+        cluster.router.route(make_query(name=name))
+        log.add(cluster.router.log.last(1)[0])
+    assert [record.request_id for record in log.of_sequence(RequestId("a"))] == ["a"]
+    assert len(log.of_sequence(RequestId("b"))) == 1
+    cluster.router.route(make_query(name="c"))
+    log.add(cluster.router.log.last(1)[0])
+    assert log.of_sequence(RequestId("b")) == ()
