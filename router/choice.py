@@ -13,7 +13,7 @@ import numpy as np
 
 from isthmus.common.types import LocalPrefillReason
 from isthmus.router.decider import local_prefill_reason
-from isthmus.router.forecast import NEVER, Forecast, PromptForecast
+from isthmus.router.forecast import NEVER, Forecast, PromptForecast, least
 from isthmus.router.policy import Candidate
 from isthmus.router.predictor import DecodeOption, PrefillOption
 from isthmus.router.table import Floats, PairTable, PromptColumns
@@ -24,28 +24,37 @@ Place = tuple[int, int]
 
 
 def cheapest(table: PairTable, pairs: Floats, alone: Floats) -> Place | None:
-    """None when nothing is possible."""
-    best_pair = float(pairs.min()) if pairs.size else NEVER
-    best_alone = float(alone.min()) if alone.size else NEVER
+    """None when nothing is possible. Of near ties, whose decode instance was chosen least recently,
+    then whose prefill instance was."""
+    best_pair, best_alone = least(pairs), least(alone)
     best = min(best_pair, best_alone)
     if best == NEVER:
         return None
     limit = best + NEAR_TIE_MS
     ties: list[tuple[float, float, int, int]] = []
     if best_pair <= limit:
-        rows, columns = np.nonzero(pairs <= limit)
-        turns = table.local.turn[columns]
-        order = np.lexsort((table.prefills.turn[rows], turns))
-        row, column = int(rows[order[0]]), int(columns[order[0]])
-        turn = float(table.local.turn[column])
-        ties.append((turn, float(table.prefills.turn[row]), row, column))
+        ties.append(_least_recent(table, pairs, limit))
     if best_alone <= limit:
         candidates = np.nonzero(alone <= limit)[0]
         column = int(candidates[table.local.turn[candidates].argmin()])
-        turn = float(table.local.turn[column])
+        turn = table.local.turn.item(column)
         ties.append((turn, turn, -1, column))
     _, _, row, column = min(ties)
     return row, column
+
+
+def _least_recent(table: PairTable, pairs: Floats, limit: float) -> tuple[float, float, int, int]:
+    """Of the pairs up to ``limit``; of several, the first: turns, row and column."""
+    tied = (pairs.ravel() <= limit).nonzero()[0]
+    rows, columns = np.divmod(tied, pairs.shape[1])
+    turns = table.local.turn[columns]
+    if len(tied) > 1:
+        last = turns == least(turns)
+        rows, columns = rows[last], columns[last]
+    turns = table.prefills.turn[rows]
+    first = turns.argmin()
+    row, column = rows.item(first), columns.item(first)
+    return table.local.turn.item(column), turns.item(first), row, column
 
 
 def anyone(source: random.Random, pairs: Floats, alone: Floats) -> Place | None:
@@ -73,43 +82,60 @@ def listed(
         near = pairs[row].argsort()[: MAX_LISTED // 2]
         picks += [(row, int(other)) for other in near]
     picks.append((-1, column))
+    make = _Candidates(forecast, min_remote_tokens)
     found: list[Candidate] = []
     for at, to in dict.fromkeys(picks):
-        cost = float(pairs[at, to] if at >= 0 else alone[to])
+        cost = pairs.item(at, to) if at >= 0 else alone.item(to)
         if cost != NEVER:
-            found.append(_candidate(forecast, (at, to), cost, min_remote_tokens))
+            found.append(make.of(at, to, cost))
     return found
 
 
-def _candidate(forecast: Forecast, place: Place, cost: float, min_remote_tokens: int) -> Candidate:
-    row, column = place
-    table, local, decode = forecast.table, forecast.local, forecast.decode
-    cached = int(local.cached[column])
-    option = DecodeOption(
-        table.decodes.views[column],
-        cached,
-        forecast.query.num_prompt_tokens - cached,
-        int(decode.seqs[column]),
-        float(decode.tpot[column]),
-        0.0,
-        bool(decode.is_full[column]),
-    )
-    if row >= 0:
-        prefill = _option(table.prefills, forecast.remote, row)
-        return Candidate(option, prefill, LocalPrefillReason.NONE, cost)
-    reason = local_prefill_reason(option, bool(table.prefills.num_usable), min_remote_tokens)
-    prefill = _option(table.local, local, column)
-    return Candidate(option, prefill, reason or LocalPrefillReason.POLICY, cost)
+class _Candidates:
+    """Those of one query: many share a leg."""
+
+    def __init__(self, forecast: Forecast, min_remote_tokens: int) -> None:
+        self._forecast = forecast
+        self._min_remote = min_remote_tokens
+        self._decodes: dict[int, DecodeOption] = {}
+        self._prefills: dict[int, PrefillOption] = {}
+
+    def of(self, row: int, column: int, cost: float) -> Candidate:
+        table = self._forecast.table
+        decode = self._decodes.get(column)
+        if decode is None:
+            decode = self._decodes[column] = self._decode(column)
+        if row < 0:
+            has_prefill = bool(table.prefills.num_usable)
+            reason = local_prefill_reason(decode, has_prefill, self._min_remote)
+            prefill = _option(table.local, self._forecast.local, column)
+            return Candidate(decode, prefill, reason or LocalPrefillReason.POLICY, cost)
+        remote = self._prefills.get(row)
+        if remote is None:
+            remote = self._prefills[row] = _option(table.prefills, self._forecast.remote, row)
+        return Candidate(decode, remote, LocalPrefillReason.NONE, cost)
+
+    def _decode(self, column: int) -> DecodeOption:
+        columns, decode = self._forecast.table.decodes, self._forecast.decode
+        cached = int(self._forecast.local.cached.item(column))
+        return DecodeOption(
+            columns.views[column],
+            cached,
+            self._forecast.query.num_prompt_tokens - cached,
+            int(columns.seqs.item(column)),
+            decode.tpot.item(column),
+            0.0,
+            decode.is_full.item(column),
+        )
 
 
 def _option(columns: PromptColumns, prompt: PromptForecast, row: int) -> PrefillOption:
-    wait, prefill = float(prompt.wait[row]), float(prompt.prefill[row])
     return PrefillOption(
         columns.views[row],
-        int(prompt.cached[row]),
-        int(prompt.uncached[row]),
-        wait,
-        prefill,
-        wait + prefill,
-        float(columns.factor[row]),
+        int(prompt.cached.item(row)),
+        int(prompt.uncached.item(row)),
+        prompt.wait.item(row),
+        prompt.prefill.item(row),
+        prompt.ttft.item(row),
+        columns.factor.item(row),
     )

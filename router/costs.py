@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from isthmus.router.forecast import NEVER, Forecast
+from isthmus.router.forecast import Forecast, least
 from isthmus.router.links import SETUP_MS
 from isthmus.router.prices import Prices
 from isthmus.router.table import Floats
@@ -26,55 +26,103 @@ BALANCE = 0.1  # what a second of the query's own decoding counts where targets 
 TIGHTNESS = 0.02
 
 
-def pair_costs(forecast: Forecast, prices: Prices) -> Floats:
-    """[prefills, decodes]."""
-    table, ask = forecast.table, forecast.ask
-    remote, local, decode = forecast.remote, forecast.local, forecast.decode
-    columns = table.prefills
-    if not columns.views or not table.decodes.views:
-        return np.full((len(columns.views), len(table.decodes.views)), NEVER)
-    num_bytes = local.uncached * table.decodes.token_bytes
-    travel = num_bytes / table.rates
-    hidden = travel - OVERLAP * remote.prefill[:, None]
-    last = np.minimum(1.0, columns.budget[:, None] / np.maximum(local.uncached, 1.0))
-    exposed = SETUP_MS + np.maximum(hidden, travel * last)
-    if ask.ttft_ms is None:
-        own = remote.ttft + (prices.prefill - 1.0) * remote.prefill
+def prefill_costs(found: Forecast, prices: Prices) -> Floats:
+    """[prefills]: a pair's, of the prefill instance alone."""
+    remote = found.remote
+    if found.ask.ttft_ms is None:
+        costs: Floats = remote.ttft + (prices.prefill - 1.0) * remote.prefill
     else:
-        own = prices.prefill * (remote.prefill * columns.speed + remote.wait)
-        own = own - TIGHTNESS * remote.ttft
-    rest = _decode_costs(forecast, prices)
-    costs: Floats = own[:, None] + rest + prices.link * exposed
-    if ask.tpot_ms is not None:
-        late = exposed + decode.quantile - GAP_FACTOR * ask.tpot_ms
-        costs = costs + GAP_PENALTY * np.maximum(late, 0.0)
+        costs = remote.prefill * found.table.speed
+        costs += remote.wait
+        costs *= prices.prefill
+        costs -= TIGHTNESS * remote.ttft
     return costs
 
 
-def local_costs(forecast: Forecast, prices: Prices) -> Floats:
-    """[decodes]. A local prefill takes its whole length from each of the instance's sequences."""
-    ask, columns = forecast.ask, forecast.table.decodes
-    local, decode = forecast.local, forecast.decode
-    rest = _decode_costs(forecast, prices)
+def decode_costs(found: Forecast, prices: Prices) -> Floats:
+    """[decodes]: of the answer alone."""
+    ask = found.ask
+    own: Floats = ask.output_tokens * found.decode.tpot
+    num_tokens = found.query.num_prompt_tokens + ask.output_tokens
+    share = num_tokens / found.table.decodes.capacity
+    if ask.ttft_ms is None:
+        share *= prices.decode - 1.0
+        share += 1.0
+    else:
+        share *= prices.decode
+        share += BALANCE
+    own *= share
+    return own
+
+
+def pair_costs(found: Forecast, prices: Prices, own: Floats, rest: Floats) -> Floats:
+    """[prefills, decodes]: of ``own`` (``prefill_costs``), ``rest`` (``decode_costs``) and the way
+    between them. Either may be infinite. The result lives until the table's next one."""
+    costs, *scratch = found.table.scratch
+    if not costs.size:
+        return costs
+    ask = found.ask
+    exposed = _exposed_ms(found, scratch)
+    np.add(own[:, None], rest, out=costs)
+    costs += exposed if prices.link == 1.0 else prices.link * exposed
+    if ask.tpot_ms is not None:
+        late = exposed
+        late += found.decode.quantile
+        late -= GAP_FACTOR * ask.tpot_ms
+        if late.item(late.argmax()) > 0.0:
+            np.maximum(late, 0.0, out=late)
+            late *= GAP_PENALTY
+            costs += late
+    return costs
+
+
+def _exposed_ms(found: Forecast, scratch: list[Floats]) -> Floats:
+    """Of the transfer, after the prefill. [prefills, decodes], or [decodes] where it is the same
+    from all prefill instances."""
+    table, local = found.table, found.local
+    num_bytes = local.uncached * table.decodes.token_bytes
+    budget = table.budget
+    hidden = OVERLAP * found.remote.prefill
+    if table.rate is None or budget is None:
+        travel, last = scratch
+        np.divide(num_bytes, table.rates, out=travel)
+        np.divide(table.prefills.budget[:, None], np.maximum(local.uncached, 1.0), out=last)
+        np.minimum(last, 1.0, out=last)
+        last *= travel
+        travel -= hidden[:, None]
+        exposed: Floats = np.maximum(travel, last, out=travel)
+    else:
+        travel = num_bytes / table.rate
+        exposed = budget / np.maximum(local.uncached, 1.0)
+        np.minimum(exposed, 1.0, out=exposed)
+        exposed *= travel
+        if np.count_nonzero(travel - least(hidden) > exposed):
+            # Of some prefill at least, less is hidden than all but the last chunk's.
+            rest = np.subtract(travel, hidden[:, None], out=scratch[0])
+            exposed = np.maximum(rest, exposed, out=rest)
+    exposed += SETUP_MS
+    return exposed
+
+
+def local_costs(found: Forecast, prices: Prices, rest: Floats) -> Floats:
+    """[decodes], with ``decode_costs``. A local prefill takes its whole length from each of the
+    instance's sequences."""
+    ask, columns, local = found.ask, found.table.decodes, found.local
     if ask.ttft_ms is None:
         costs: Floats = rest + local.ttft + local.prefill * (1.0 + columns.seqs) * prices.decode
         return costs
-    slack = np.maximum(columns.tightest - decode.quantile, 1e-3)
-    missed = np.minimum(local.prefill / max(1, ask.output_tokens) / slack, 1.0)
-    missed = np.where(np.isinf(columns.tightest), 1.0, missed)
-    lost = columns.seqs * local.prefill * missed
-    own = LOCAL_PENALTY * local.prefill + local.wait
-    total: Floats = prices.decode * (own + lost) + rest
+    slack = np.maximum(columns.tightest - found.decode.quantile, 1e-3)
+    missed = local.prefill / max(1, ask.output_tokens)
+    missed /= slack
+    np.minimum(missed, 1.0, out=missed)
+    np.maximum(missed, columns.is_free, out=missed)
+    total = LOCAL_PENALTY * local.prefill + local.wait
+    total += columns.seqs * local.prefill * missed
+    total *= prices.decode
+    total += rest
     return total
 
 
-def _decode_costs(forecast: Forecast, prices: Prices) -> Floats:
-    ask = forecast.ask
-    own: Floats = ask.output_tokens * forecast.decode.tpot
-    num_tokens = forecast.query.num_prompt_tokens + ask.output_tokens
-    share = num_tokens / forecast.table.decodes.capacity
-    if ask.ttft_ms is None:
-        costs: Floats = own * (1.0 + (prices.decode - 1.0) * share)
-    else:
-        costs = own * (BALANCE + prices.decode * share)
-    return costs
+def least_local_cost(found: Forecast, prices: Prices, rest: Floats) -> float:
+    """None of ``local_costs`` is less, of a query with a TTFT target."""
+    return prices.decode * (LOCAL_PENALTY * least(found.local.prefill)) + least(rest)

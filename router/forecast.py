@@ -8,6 +8,10 @@ For a query with uncached tokens u after c cached ones, over all instances at on
 each as its q-quantile (``quantiles``). Prompts that an instance computes beside its decodes hold
 those up: with the share f of its time that they took lately, TPOT = step / (1 − f), or more where
 what is left of them at the handoff, over the answer's length, is more. Times are milliseconds.
+
+An operation costs as much as its call, for tens of instances: what is the same for all of them is
+a number, and what is zero everywhere is left out. Columns may be windows of a table's: never
+written to.
 """
 
 from __future__ import annotations
@@ -19,11 +23,10 @@ import numpy as np
 
 from isthmus.common.ids import InstanceId
 from isthmus.router.quantiles import FLOOR_MS, Residuals
-from isthmus.router.table import Bools, DecodeColumns, Floats, PairTable, PromptColumns
+from isthmus.router.table import Bools, Floats, PairTable, PromptColumns
 from isthmus.router.types import RouteQuery
 
 MAX_SHARE = 0.9
-OVERDUE = 2.0  # of its prediction, from which on a prompt's delay counts as waiting work
 NEVER = float("inf")
 
 
@@ -56,32 +59,26 @@ class PromptForecast:
     uncached: Floats
     wait: Floats
     prefill: Floats
-    is_usable: Bools
-    budget: Floats  # tokens of a step
-    least_ms: float  # alone, of all that it fits on, without corrections
-
-    @property
-    def ttft(self) -> Floats:
-        total: Floats = self.wait + self.prefill
-        return total
+    ttft: Floats
+    barred: Floats  # infinite where it may not be computed, else 0
+    num_usable: int
 
 
 @dataclass(slots=True)
 class DecodeForecast:
-    seqs: Floats
-    step: Floats  # alone
     tpot: Floats  # held up by prompts
     quantile: Floats
     is_full: Bools
     is_kept: Bools  # every TPOT promise
-    is_kept_local: Bools  # also with this prompt computed there
+    ratio: float  # of the quantile
     least_ms: float  # one sequence alone, where it is quickest, without corrections
 
 
 @dataclass(slots=True)
 class Forecast:
     """What one query would find on the instances of one table: prompts on its prefill instances
-    (``remote``) and beside decodes (``local``)."""
+    (``remote``) and beside decodes (``local``). ``least_ttft_ms``: alone, of all instances that it
+    fits on, without corrections."""
 
     table: PairTable
     query: RouteQuery
@@ -89,7 +86,8 @@ class Forecast:
     remote: PromptForecast
     local: PromptForecast
     decode: DecodeForecast
-    forced_local: Bools  # decode instances that must compute the prompt themselves
+    forced_local: Bools | None  # who must compute the prompt where it is decoded; None = nobody
+    least_ttft_ms: float
 
 
 def forecast(
@@ -103,116 +101,172 @@ def forecast(
 ) -> Forecast:
     """``depths``: leading blocks of the prompt that instances have. ``stale_ms``: of silence, from
     which on it means doubt."""
-    remote = _prompts(table.prefills, table.prefill_row, query, depths, stale_ms, now_ms)
-    local = _prompts(table.local, table.decode_row, query, depths, stale_ms, now_ms)
-    _humble(table, remote, local)
-    has_prefills = bool(remote.is_usable.any())
-    handoff_ms = float(remote.ttft[remote.is_usable].min()) if has_prefills else 0.0
-    decode = _decodes(table.decodes, query, local, ask, handoff_ms, has_prefills, now_ms)
-    forced_local = table.decodes.is_mixed | (local.uncached < min_remote_tokens)
-    return Forecast(table, query, ask, remote, local, decode, forced_local)
-
-
-def _prompts(
-    columns: PromptColumns,
-    rows: Mapping[InstanceId, int],
-    query: RouteQuery,
-    depths: Mapping[InstanceId, int],
-    stale_ms: float,
-    now_ms: float,
-) -> PromptForecast:
-    num_tokens = query.num_prompt_tokens
-    cached = columns.cached(rows, {} if query.needs_whole_prompt else depths, num_tokens)
+    columns, num_tokens, count = table.prompts, query.num_prompt_tokens, table.num_prefills
+    if query.needs_whole_prompt or not depths:
+        blocks = np.zeros(len(columns.views))
+    else:
+        blocks = table.cached_blocks(depths)
+        np.minimum(blocks, (num_tokens - 1) // table.block_size, out=blocks)
+    cached = blocks * table.block_size
     uncached = num_tokens - cached
-    prefill = (
-        columns.base * np.ceil(uncached / columns.budget)
-        + columns.token * uncached
-        + columns.pair * uncached * (cached + uncached / 2)
-    )
+    pairs = uncached / 2
+    pairs += cached  # what each uncached token attends to, on average
+    chunks = np.ceil(uncached / columns.budget)
+    prefill = columns.base * chunks
+    prefill += columns.token * uncached
+    prefill += columns.pair * uncached * pairs
     wait = waits(columns, stale_ms, now_ms)
-    is_fit = num_tokens <= columns.longest
-    least = np.where(is_fit, prefill / columns.factor, NEVER)
-    least_ms = float(least.min()) if least.size else NEVER
-    is_usable = columns.is_usable & is_fit
+    ttft = wait + prefill
+    alone: Floats = prefill / columns.factor
+    barred = columns.barred
+    is_special = bool(query.exclude) or num_tokens > columns.shortest
+    if is_special:
+        barred = _barred(table, query, alone)
+
+    def side(part: slice, num_usable: int) -> PromptForecast:
+        if is_special:
+            num_usable -= int(np.count_nonzero(barred[part] > columns.barred[part]))
+        return PromptForecast(
+            cached[part],
+            uncached[part],
+            wait[part],
+            prefill[part],
+            ttft[part],
+            barred[part],
+            num_usable,
+        )
+
+    remote = side(slice(count), table.prefills.num_usable)
+    local = side(slice(count, None), table.local.num_usable)
+    handoff_ms = 0.0
+    if remote.num_usable:
+        _humble(table, remote, local, pairs[count:], is_special=is_special)
+        handoff_ms = least(remote.ttft + remote.barred)
+    needed = num_tokens // table.decodes.block_size + 1 - blocks[count:]
+    decode = _decodes(table, query, local, ask, chunks[count:], needed, handoff_ms, now_ms)
+    forced: Bools | None = None
+    if table.decodes.has_mixed or least(local.uncached) < min_remote_tokens:
+        forced = table.decodes.is_mixed | (local.uncached < min_remote_tokens)
+    return Forecast(table, query, ask, remote, local, decode, forced, least(alone))
+
+
+def _barred(table: PairTable, query: RouteQuery, alone: Floats) -> Floats:
+    """With those on which the prompt does not fit, which are no measure of what is possible alone,
+    and those that must not be chosen."""
+    unfit = query.num_prompt_tokens > table.prompts.longest
+    alone[unfit] = NEVER
+    barred: Floats = table.prompts.barred.copy()
+    barred[unfit] = NEVER
     for instance_id in query.exclude:
-        row = rows.get(instance_id)
+        row = table.row_of.get(instance_id)
         if row is not None:
-            is_usable[row] = False
-    return PromptForecast(cached, uncached, wait, prefill, is_usable, columns.budget, least_ms)
+            barred[row] = NEVER
+    return barred
 
 
 def waits(columns: PromptColumns, stale_ms: float, now_ms: float) -> Floats:
     """What this router has sent, less what has been done of it; what others have sent, as far
     as the last report told; and doubt, which grows with silence and with a prompt's delay."""
-    age = np.maximum(now_ms - columns.heard_at, 0.0)
-    doubt = np.maximum(age - stale_ms, 0.0)
     done = (now_ms - columns.head_since) / columns.factor
-    overdue = np.where(columns.head > 0.0, np.maximum(done - OVERDUE * columns.head, 0.0), 0.0)
-    own = columns.prompts - np.minimum(columns.head, done) + overdue
-    strange = np.maximum(columns.strange - np.minimum(age, stale_ms), 0.0)
-    wait: Floats = (own + strange + doubt) * columns.factor
+    wait: Floats = columns.prompts - np.minimum(columns.head, done)
+    done -= columns.head_late
+    wait += np.maximum(done, 0.0, out=done)
+    is_stale = now_ms - least(columns.heard_at) > stale_ms
+    if is_stale or columns.has_strange:
+        age = np.maximum(now_ms - columns.heard_at, 0.0)
+        wait += np.maximum(columns.strange - np.minimum(age, stale_ms), 0.0)
+        wait += np.maximum(age - stale_ms, 0.0)
+    wait *= columns.factor
     return wait
 
 
-def _humble(table: PairTable, remote: PromptForecast, local: PromptForecast) -> None:
+def _humble(
+    table: PairTable,
+    remote: PromptForecast,
+    local: PromptForecast,
+    pairs: Floats,
+    *,
+    is_special: bool,
+) -> None:
     """A decode instance that computes few prompts has not shown yet how slow it is: it must
     not look quicker than the quickest prefill instance would be."""
-    if not remote.is_usable.any():
-        return
-    columns = table.prefills
-    row = int(np.where(remote.is_usable, columns.token, NEVER).argmin())
-    rival = (
-        columns.base[row] * np.ceil(local.uncached / columns.budget[row])
-        + columns.token[row] * local.uncached
-        + columns.pair[row] * local.uncached * (local.cached + local.uncached / 2)
-    )
-    is_alone = table.decodes.is_mixed
-    local.prefill = np.where(is_alone, local.prefill, np.maximum(local.prefill, rival))
+    columns, row = table.prefills, table.quickest
+    if is_special:
+        row = int((columns.token + remote.barred).argmin())
+    rival = columns.base.item(row) * np.ceil(local.uncached / columns.budget.item(row))
+    rival += columns.token.item(row) * local.uncached
+    rival += columns.pair.item(row) * local.uncached * pairs
+    np.maximum(rival, local.prefill, out=rival)
+    if table.decodes.has_mixed:
+        rival = np.where(table.decodes.is_mixed, local.prefill, rival)
+    local.prefill = rival
 
 
 def _decodes(
-    columns: DecodeColumns,
+    table: PairTable,
     query: RouteQuery,
     local: PromptForecast,
     ask: Ask,
+    chunks: Floats,
+    needed: Floats,
     handoff_ms: float,
-    has_prefills: bool,
     now_ms: float,
 ) -> DecodeForecast:
-    num_tokens, output = query.num_prompt_tokens, ask.output_tokens
-    now = columns.step_ms(columns.seqs, columns.context)
+    """``chunks``: steps that the prompt takes; ``needed``: blocks that it would take up. Completes
+    ``local`` by the decodes that its chunks run beside."""
+    columns, output = table.decodes, ask.output_tokens
     # Of those who are there, so many end before the handoff as their length says on average.
-    stay = 1.0 - np.minimum(handoff_ms / np.maximum(output * now, 1.0), 0.9)
-    context = columns.context * stay + num_tokens + output / 2
-    step = columns.step_ms(columns.seqs * stay + 1, context)
-    # Chunks of a local prompt run beside the decodes that are there.
-    chunks = np.ceil(local.uncached / np.maximum(local.budget, 1.0))
+    stay = output * columns.step
+    stay = 1.0 - np.minimum(handoff_ms / np.maximum(stay, 1.0, out=stay), 0.9)
+    context = columns.context * stay
+    context += query.num_prompt_tokens
+    context += output / 2
+    stay *= columns.seqs
+    stay += 1
+    step = columns.step_ms(stay, context)
     local.prefill = local.prefill + chunks * (step - columns.base)
-    share = columns.prompt_share(now_ms)
-    tpot = step / (1.0 - np.minimum(share, MAX_SHARE))
-    # What is left of prompts there at the handoff comes before the second token.
-    left = np.where(local.is_usable, np.maximum(local.wait - handoff_ms, 0.0), 0.0)
-    tpot = np.maximum(tpot, step + left / output)
-    tpot_local = tpot + local.prefill / output  # each sequence there bears all of it
-    alone = columns.step_ms(np.ones(len(columns.views)), np.full_like(step, num_tokens))
-    floor = float(alone.min()) if alone.size else 0.0
-    least_ms = float((alone / columns.factor).min()) if alone.size else 0.0
-    ratio = ask.tpot.within(ask.quantile, most_ratio(ask.tpot_ms, floor), ask.now_ns)
+    local.ttft = local.wait + local.prefill
+    tpot = step
+    if columns.has_prompts:
+        tpot = step / (1.0 - np.minimum(columns.prompt_share(now_ms), MAX_SHARE))
+    if local.wait.item(local.wait.argmax()) > handoff_ms:
+        # What is left of prompts there at the handoff comes before the second token.
+        left = np.where(local.barred == 0.0, np.maximum(local.wait - handoff_ms, 0.0), 0.0)
+        tpot = np.maximum(tpot, step + left / output)
+    alone = columns.step_of_one_ms(query.num_prompt_tokens)
+    ratio = ask.tpot.within(ask.quantile, most_ratio(ask.tpot_ms, least(alone)), ask.now_ns)
     quantile = quantile_of(tpot, ratio)
-    needed = num_tokens // columns.block_size + 1 - local.cached // columns.block_size
-    is_full = (needed > columns.free_blocks) | (columns.seqs + 1 > columns.max_seqs)
-    is_kept = np.ones(len(columns.views), np.bool_)
-    if ask.tpot_ms is not None:
-        is_kept = quantile <= ask.tpot_ms
-    # However long it has waited: a prompt may take minutes, and nobody joins meanwhile.
-    is_kept_local = is_kept & (quantile_of(tpot_local, ratio) <= columns.tightest)
+    limit: float | Floats = NEVER if ask.tpot_ms is None else ask.tpot_ms
     if ask.spares_residents:
-        is_kept = is_kept & (quantile <= columns.tightest)
-    elif not has_prefills:
-        is_kept_local = is_kept
+        limit = np.minimum(columns.tightest, limit)
     return DecodeForecast(
-        columns.seqs, step, tpot, quantile, is_full, is_kept, is_kept_local, least_ms
+        tpot,
+        quantile,
+        needed > columns.room,
+        quantile <= limit,
+        ratio,
+        least(alone / columns.factor),
     )
+
+
+def keeps_local(found: Forecast) -> Bools:
+    """Where the TPOT promises are kept also if the prompt is computed there. However long it has
+    waited: a prompt may take minutes, and nobody joins meanwhile."""
+    ask, decode = found.ask, found.decode
+    if not ask.spares_residents and not found.remote.num_usable:
+        return decode.is_kept
+    # Each sequence there bears all of it.
+    tpot = found.local.prefill / ask.output_tokens
+    tpot += decode.tpot
+    is_kept: Bools = quantile_of(tpot, decode.ratio) <= found.table.decodes.tightest
+    if ask.tpot_ms is not None:
+        is_kept &= decode.quantile <= ask.tpot_ms
+    return is_kept
+
+
+def least(column: Floats) -> float:
+    """Infinite of nothing. Half of what ``column.min()`` costs."""
+    return column.item(column.argmin()) if column.size else NEVER
 
 
 def most_ratio(target_ms: float | None, floor_ms: float) -> float:
@@ -223,12 +277,7 @@ def most_ratio(target_ms: float | None, floor_ms: float) -> float:
 
 
 def quantile_of(predicted: Floats, ratio: float) -> Floats:
-    scaled: Floats = (predicted + FLOOR_MS) * ratio - FLOOR_MS
+    scaled: Floats = predicted + FLOOR_MS
+    scaled *= ratio
+    scaled -= FLOOR_MS
     return scaled
-
-
-def is_within(prompt: PromptForecast, ask: Ask, ratio: float) -> Bools:
-    if ask.ttft_ms is None:
-        return prompt.is_usable
-    is_within: Bools = prompt.is_usable & (quantile_of(prompt.ttft, ratio) <= ask.left_ms)
-    return is_within

@@ -17,14 +17,22 @@ import numpy as np
 
 from isthmus.common.ids import InstanceId
 from isthmus.router.choice import Place, anyone, cheapest, listed
-from isthmus.router.costs import local_costs, pair_costs
+from isthmus.router.costs import (
+    decode_costs,
+    least_local_cost,
+    local_costs,
+    pair_costs,
+    prefill_costs,
+)
 from isthmus.router.forecast import (
     NEVER,
     Ask,
     Forecast,
     forecast,
-    is_within,
+    keeps_local,
+    least,
     most_ratio,
+    quantile_of,
     waits,
 )
 from isthmus.router.policy import Candidate
@@ -79,25 +87,14 @@ class GoodputPolicy:
         now_ms: float,
     ) -> Weighed:
         found = forecast(table, query, depths, ask, self._min_remote, self._stale_ms, now_ms)
-        remote, local, decode = found.remote, found.local, found.decode
-        weighed = _outlook(found)
-        pairs, alone = pair_costs(found, prices), local_costs(found, prices)
-        starts = remote.wait <= table.prefills.ahead
-        starts_local = local.wait <= table.local.ahead
-        most = most_ratio(ask.ttft_ms, weighed.work_ms)
-        remote_ratio = ask.remote.within(ask.quantile, most, ask.now_ns)
-        local_ratio = ask.local.within(ask.quantile, most, ask.now_ns)
-        may_pair = is_within(remote, ask, remote_ratio)
-        may_decode = local.is_usable & ~decode.is_full & decode.is_kept
-        may_local = is_within(local, ask, local_ratio) & starts_local
-        may_local &= may_decode & decode.is_kept_local
-        pairs = pairs + np.where(may_pair, 0.0, NEVER)[:, None]
-        pairs += np.where(may_decode & ~found.forced_local, 0.0, NEVER)
-        if ask.ttft_ms is not None and pairs.size:
-            # With time to wait for whoever is there for it, a local prefill must be worth more.
-            may_local &= alone <= pairs.min()
-        pairs = pairs + np.where(starts, 0.0, NEVER)[:, None]
-        alone = np.where(may_local, alone, NEVER)
+        weighed, ratios = _outlook(found)
+        own, rest = prefill_costs(found, prices), decode_costs(found, prices)
+        may_decode = found.decode.is_kept > found.decode.is_full  # kept, and not full
+        pairs = self._pairs(found, prices, own, rest, may_decode, ratios[0])
+        least_pair = least(pairs)
+        starts = found.remote.wait <= table.prefills.ahead
+        pairs[~starts] = NEVER
+        alone = self._alone(found, prices, rest, may_decode, ratios[1], least_pair)
         chosen = self._choose(table, pairs, alone)
         if chosen is None:
             weighed.obstacle = _obstacle(found, starts, may_decode)
@@ -110,15 +107,58 @@ class GoodputPolicy:
         if not columns.num_usable:
             return NEVER
         excess = waits(columns, self._stale_ms, now_ms) - columns.ahead
-        return max(0.0, float(np.where(columns.is_usable, excess, NEVER).min()))
+        return max(0.0, least(excess + columns.barred))
 
     def least_wait_ms(self, table: PairTable, now_ms: float) -> float:
         """Until one of the instances for prompts has nothing to do: of the prefill ones, or without
         any of the mixed and decode ones."""
         for columns in (table.prefills, table.local):
             if columns.num_usable:
-                return float(waits(columns, self._stale_ms, now_ms)[columns.is_usable].min())
+                return least(waits(columns, self._stale_ms, now_ms) + columns.barred)
         return NEVER
+
+    def _pairs(
+        self,
+        found: Forecast,
+        prices: Prices,
+        own: Floats,
+        rest: Floats,
+        may_decode: Bools,
+        ratio: float,
+    ) -> Floats:
+        """Costs of pairs, infinite where a promise would be broken. ``ratio``: of the quantile."""
+        ask, remote = found.ask, found.remote
+        if ask.ttft_ms is not None:
+            own[quantile_of(remote.ttft, ratio) > ask.left_ms] = NEVER
+        own += remote.barred
+        rest = np.where(may_decode, rest + found.local.barred, NEVER)
+        if found.forced_local is not None:
+            rest[found.forced_local] = NEVER
+        return pair_costs(found, prices, own, rest)
+
+    def _alone(
+        self,
+        found: Forecast,
+        prices: Prices,
+        rest: Floats,
+        may_decode: Bools,
+        ratio: float,
+        least_pair: float,
+    ) -> Floats:
+        """Costs of local prefills, infinite where a promise would be broken or none could begin.
+        With time to wait for whoever is there for it, a local prefill must be worth more than the
+        best of the pairs (``least_pair``), whether that can begin or not."""
+        ask, local, is_urgent = found.ask, found.local, found.ask.ttft_ms is not None
+        if is_urgent and least_local_cost(found, prices, rest) > least_pair:
+            return np.full(len(rest), NEVER)
+        may_local = may_decode & keeps_local(found)
+        may_local &= local.wait <= found.table.local.ahead
+        if is_urgent:
+            may_local &= quantile_of(local.ttft, ratio) <= ask.left_ms
+        alone = np.where(may_local, local_costs(found, prices, rest) + local.barred, NEVER)
+        if is_urgent and found.table.num_prefills:
+            alone[alone > least_pair] = NEVER
+        return alone
 
     def _choose(self, table: PairTable, pairs: Floats, alone: Floats) -> Place | None:
         chosen = cheapest(table, pairs, alone)
@@ -127,40 +167,44 @@ class GoodputPolicy:
         return chosen
 
 
-def _outlook(found: Forecast) -> Weighed:
-    """What an idle cluster could do, and when somebody of this one is free."""
+def _outlook(found: Forecast) -> tuple[Weighed, tuple[float, float]]:
+    """What an idle cluster could do, and when somebody of this one is free; and how wrong the TTFT
+    of a remote and of a local prefill may turn out to be."""
     table, ask, remote, local = found.table, found.ask, found.remote, found.local
-    local_idle = np.where(local.is_usable, local.prefill, NEVER)
-    remote_idle = np.where(remote.is_usable, remote.prefill, NEVER)
-    has_pair = remote.is_usable.any() and (local.is_usable & ~found.forced_local).any()
-    best_remote = float(remote_idle.min()) if has_pair else NEVER
-    best_local = float(local_idle.min()) if local_idle.size else NEVER
+    can_pair = remote.num_usable and local.num_usable
+    if can_pair and found.forced_local is not None:
+        can_pair = bool(((local.barred == 0.0) & ~found.forced_local).any())
+    best_remote = least(remote.prefill + remote.barred) if can_pair else NEVER
+    best_local = least(local.prefill + local.barred)
     work = min(best_remote, best_local)
-    residuals = ask.remote if best_remote <= best_local else ask.local
-    columns = table.prefills if has_pair else table.local
-    wait = (remote if has_pair else local).wait - columns.ahead
-    usable = remote.is_usable if has_pair else local.is_usable
-    ready = float(np.where(usable, wait, NEVER).min()) if usable.size else NEVER
-    ratio = residuals.within(ask.quantile, most_ratio(ask.ttft_ms, work), ask.now_ns)
-    return Weighed(
+    most = most_ratio(ask.ttft_ms, work)
+    ratios = (
+        ask.remote.within(ask.quantile, most, ask.now_ns),
+        ask.local.within(ask.quantile, most, ask.now_ns),
+    )
+    ratio = ratios[0] if best_remote <= best_local else ratios[1]
+    side, columns = (remote, table.prefills) if can_pair else (local, table.local)
+    excess = side.wait - columns.ahead
+    weighed = Weighed(
         candidates=[],
         work_ms=work,
         floor_quantile_ms=(work + FLOOR_MS) * ratio - FLOOR_MS,
-        least_ttft_ms=min(remote.least_ms, local.least_ms),
+        least_ttft_ms=found.least_ttft_ms,
         least_tpot_ms=found.decode.least_ms,
-        ready_ms=max(0.0, ready),
-        num_workers=max(1, int(usable.sum())),
+        ready_ms=max(0.0, least(excess + side.barred)),
+        num_workers=max(1, side.num_usable),
     )
+    return weighed, ratios
 
 
 def _obstacle(found: Forecast, starts: Bools, may_decode: Bools) -> str:
     """The first thing in the way, for the explanation and for refusals."""
-    usable, prefills = found.local.is_usable, found.remote.is_usable
+    usable, prefills = found.local.barred == 0.0, found.remote.barred == 0.0
     if not usable.any():
         return "no_decode_instance"
     if not (usable & ~found.decode.is_full).any():
         return DECODE_FULL
-    if not may_decode.any():
+    if not (may_decode & usable).any():
         return "tpot"
     if prefills.any() and not (starts & prefills).any():
         return "prefill_busy"

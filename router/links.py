@@ -8,8 +8,12 @@ Bounded: pairs beyond ``MAX_PAIRS`` stay with their class.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+
+import numpy as np
+from numpy.typing import NDArray
 
 from isthmus.common.cluster import InstanceInfo
 from isthmus.common.ids import InstanceId
@@ -29,6 +33,7 @@ class LinkClass(Enum):
 
 FIRST_RATES = {LinkClass.NODE: 5e6, LinkClass.FAR: 2e6}  # bytes/ms, until one is measured
 Pair = tuple[InstanceId, InstanceId]
+Floats = NDArray[np.float64]
 
 
 @dataclass(slots=True)
@@ -63,11 +68,22 @@ class Links:
         self._pairs: dict[Pair, _Rate] = {}
         self.version = 0  # grows when a rate has changed notably
 
-    def bytes_per_ms(self, source: InstanceInfo, target: InstanceInfo) -> float:
-        own = self._pairs.get((source.instance_id, target.instance_id))
-        if own is not None and own.num_samples >= ENOUGH:
-            return own.value
-        return self._classes[link_class(source, target)].value
+    def rates(self, sources: Sequence[InstanceInfo], targets: Sequence[InstanceInfo]) -> Floats:
+        """Bytes/ms, [sources, targets]."""
+        near, far = self._classes[LinkClass.NODE].value, self._classes[LinkClass.FAR].value
+        rates: Floats = np.full((len(sources), len(targets)), far)
+        columns: dict[str, list[int]] = {}
+        for column, target in enumerate(targets):
+            if target.node:
+                columns.setdefault(target.node, []).append(column)
+        rows = {source.instance_id: row for row, source in enumerate(sources)}
+        for row, source in enumerate(sources):
+            rates[row, columns.get(source.node, [])] = near
+        places = {target.instance_id: column for column, target in enumerate(targets)}
+        for (source_id, target_id), own in self._pairs.items():
+            if own.num_samples >= ENOUGH and source_id in rows and target_id in places:
+                rates[rows[source_id], places[target_id]] = own.value
+        return rates
 
     def observe(
         self, source: InstanceInfo, target: InstanceInfo, num_bytes: int, elapsed_ms: float

@@ -9,8 +9,8 @@ milliseconds; instants are the router's monotonic clock in milliseconds.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,20 +31,26 @@ AHEAD_MS = 25.0
 """Work that waits at an instance, so that it need not wait for the next prompt …"""
 AHEAD_BASES = 4.0
 """… and can compute short ones together, where a step costs much whatever is in it."""
+OVERDUE = 2.0  # of its prediction, from which on a prompt's delay counts as waiting work
 
 
 class PromptColumns:
-    """How prompts fare on some instances, one entry each: prefill, decode or mixed ones."""
+    """How prompts fare on some instances, one entry each: prefill, decode or mixed ones.
 
-    def __init__(self, views: list[InstanceView]) -> None:
+    A window of a block [columns, entries] that a table's two kinds of instances share, so that one
+    operation serves both; each column is contiguous. ``refreshed`` after the last row.
+    """
+
+    NUM_COLUMNS = 14
+
+    def __init__(self, views: list[InstanceView], block: Floats) -> None:
         self.views = views
-        count = len(views)
-        self.is_usable: Bools = np.zeros(count, dtype=np.bool_)
+        self.longest: Floats = np.array([view.longest_prompt for view in views], np.float64)
+        self.shortest = float(self.longest.min()) if views else 0.0  # that all of them can take
         self.num_usable = 0
-        # One array, so that a row is written at once; its columns are contiguous.
-        self._rows: Floats = np.zeros((count, 13), order="F")
+        self.has_strange = False
+        self._rows = block
         (
-            self.longest,  # prompt, tokens
             self.base,  # prefill coefficients, with the instance's factor
             self.token,
             self.pair,
@@ -54,12 +60,17 @@ class PromptColumns:
             self.heard_at,
             self.prompts,  # work of prompts without a first token
             self.head,  # of the oldest of them, which is computed …
-            self.head_since,  # … since then
+            self.head_since,  # … since then …
+            self.head_late,  # … and is late when it has been for longer than this
             self.ahead,  # how much may wait there when more is sent
             self.turn,  # when it was last chosen
-        ) = self._rows.T
-        self.speed: Floats = np.ones(count)  # beside the fastest, at most 1
-        self.block_size = np.array([view.block_size for view in views], np.float64)
+            self.barred,  # infinite while it may not be chosen, else 0
+        ) = block
+
+    @property
+    def is_usable(self) -> Bools:
+        usable: Bools = self.barred == 0.0
+        return usable
 
     def refresh(self, row: int, load: PendingLoad, now_ns: int) -> None:
         view = self.views[row]
@@ -71,9 +82,7 @@ class PromptColumns:
             num_seqs = report.waiting_seqs + report.running_seqs
             strange = view.reported_work_ms * load.num_strange / num_seqs
         ahead = max(AHEAD_MS, AHEAD_BASES * model.prefill_base)
-        self.is_usable[row] = is_usable(view, now_ns)
-        self._rows[row] = (
-            view.longest_prompt,
+        self._rows[:, row] = (
             model.prefill_base * factor,
             model.prefill_token * factor,
             model.prefill_pair * factor,
@@ -84,38 +93,29 @@ class PromptColumns:
             load.prompts_ms,
             load.head_ms,
             load.head_since_ns / NS_PER_MS,
+            OVERDUE * load.head_ms if load.head_ms > 0.0 else NO_LIMIT,
             min(model.prefill_ms(budget), ahead) * factor,
             view.last_chosen,
+            0.0 if is_usable(view, now_ns) else NO_LIMIT,
         )
 
     def refreshed(self) -> None:
-        """After the last row: what rows are beside each other."""
-        self.num_usable = int(self.is_usable.sum())
-        if len(self.views):
-            self.speed = self.token.min() / np.maximum(self.token, 1e-9)
-
-    def cached(
-        self, rows: Mapping[InstanceId, int], depths: Mapping[InstanceId, int], num_tokens: int
-    ) -> Floats:
-        """Prompt tokens that prefix hits of so many blocks save: never the last one."""
-        cached: Floats = np.zeros(len(self.views))
-        found = [(rows[name], depth) for name, depth in depths.items() if name in rows]
-        if found:
-            at, depth = np.array(found, dtype=np.intp).T
-            size = self.block_size[at]
-            cached[at] = np.minimum(depth, (num_tokens - 1) // size) * size
-        return cached
+        self.num_usable = len(self.views) - int(np.count_nonzero(self.barred))
+        self.has_strange = bool(np.count_nonzero(self.strange))
 
 
 class DecodeColumns:
     """What decode and mixed instances have, one entry each."""
 
+    NUM_COLUMNS = 20
+
     def __init__(self, views: list[InstanceView]) -> None:
         self.views = views
-        count = len(views)
         self.is_mixed: Bools = np.array([v.info.role is Role.MIXED for v in views], np.bool_)
+        self.has_mixed = bool(self.is_mixed.any())
         self.has_large = False
-        self._rows: Floats = np.zeros((count, 18), order="F")
+        self.has_prompts = False  # beside decodes
+        self._rows: Floats = np.zeros((self.NUM_COLUMNS, len(views)))
         (
             self.base,  # decode coefficients, with the instance's factor
             self.seq,
@@ -126,16 +126,18 @@ class DecodeColumns:
             self.large_ctx,
             self.seqs,  # running, waiting and on their way
             self.context,  # tokens that they attend to
-            self.free_blocks,
-            self.max_seqs,
-            self.block_size,
+            self.step,  # of those
+            self.first,  # step of one sequence, without its context
+            self.room,  # free blocks; −1 where the batch has no place
             self.capacity,  # tokens
             self.token_bytes,
-            self.tightest,  # TPOT limit of a sequence there
+            self.tightest,  # TPOT limit of a sequence there …
+            self.is_free,  # … 1 where none has any
             self.prompt,  # work of prompts beside decodes, as it was …
             self.prompt_at,  # … then
             self.factor,
-        ) = self._rows.T
+            self.block_size,
+        ) = self._rows
 
     def refresh(self, row: int, load: PendingLoad, now_ns: int) -> None:
         view = self.views[row]
@@ -147,27 +149,44 @@ class DecodeColumns:
             seqs += report.running_seqs + report.waiting_seqs
             context += report.running_context_tokens + report.waiting_tokens
             free_blocks += report.free_blocks - report.num_blocks
-        self.has_large = self.has_large or model.large_batch > 0
-        self._rows[row] = (
-            model.decode_base * factor,
-            model.decode_seq * factor,
-            model.decode_context * factor,
-            model.large_batch or NO_LIMIT,
-            model.large_base * factor,
-            model.large_seq * factor,
-            model.large_context * factor,
+        base, seq = model.decode_base * factor, model.decode_seq * factor
+        ctx = model.decode_context * factor
+        large_batch: float = NO_LIMIT
+        step = base + seq * seqs + ctx * context
+        large_base = large_seq = large_ctx = 0.0
+        if model.large_batch > 0:
+            self.has_large = True
+            large_batch = model.large_batch
+            large_base, large_seq = model.large_base * factor, model.large_seq * factor
+            large_ctx = model.large_context * factor
+            if seqs >= large_batch:
+                step = large_base + large_seq * seqs + large_ctx * context
+        tightest = load.tightest_tpot_ms
+        self._rows[:, row] = (
+            base,
+            seq,
+            ctx,
+            large_batch,
+            large_base,
+            large_seq,
+            large_ctx,
             seqs,
             context,
-            free_blocks,
-            info.max_num_seqs,
-            view.block_size,
+            step,
+            base + seq,
+            free_blocks if seqs < info.max_num_seqs else -1,
             info.num_blocks * view.block_size,
             view.token_bytes,
-            load.tightest_tpot_ms,
+            tightest,
+            1.0 if tightest == NO_LIMIT else 0.0,
             view.prompt_ms,
             view.prompt_at_ns / NS_PER_MS,
             factor,
+            view.block_size,
         )
+
+    def refreshed(self) -> None:
+        self.has_prompts = bool(np.count_nonzero(self.prompt))
 
     def prompt_share(self, now_ms: float) -> Floats:
         """Of an instance's time, that prompts have taken from its decodes lately."""
@@ -177,38 +196,95 @@ class DecodeColumns:
 
     def step_ms(self, seqs: Floats, context: Floats) -> Floats:
         """Of so many sequences with so much context, per instance."""
-        step: Floats = self.base + self.seq * seqs + self.ctx * context
+        step: Floats = self.base + self.seq * seqs
+        step += self.ctx * context
         if self.has_large:
             large = self.large_base + self.large_seq * seqs + self.large_ctx * context
             step = np.where(seqs >= self.large_batch, large, step)
         return step
 
+    def step_of_one_ms(self, num_tokens: int) -> Floats:
+        """Of one sequence with so much context, per instance."""
+        step: Floats = self.first + self.ctx * num_tokens
+        if self.has_large:
+            large = self.large_base + self.large_seq + self.large_ctx * num_tokens
+            step = np.where(self.large_batch <= 1.0, large, step)
+        return step
 
-@dataclass(slots=True)
+
 class PairTable:
     """Decode and mixed instances of one compatibility key, and the prefill instances that KV may
-    come from. ``rates``: bytes/ms of the links, [prefills, decodes]."""
+    come from.
 
-    key: CompatKey
-    prefills: PromptColumns
-    local: PromptColumns  # of the decode and mixed instances, which compute prompts too
-    decodes: DecodeColumns
-    prefill_row: dict[InstanceId, int]
-    decode_row: dict[InstanceId, int]
-    rates: Floats
+    ``prompts`` has an entry for each of them, first the prefill instances (``prefills``), then
+    those that decode (``local``), which compute prompts too. ``rates``: bytes/ms of the links,
+    [prefills, decodes]. ``rate`` and ``budget`` (tokens of a prefill step): where they are the same
+    for all. ``speed``: a prefill instance's beside the fastest one's, at most 1.
+    """
+
+    def __init__(
+        self, key: CompatKey, prefills: list[InstanceView], decodes: list[InstanceView]
+    ) -> None:
+        self.key = key
+        count, everybody = len(prefills), [*prefills, *decodes]
+        block = np.zeros((PromptColumns.NUM_COLUMNS, len(everybody)))
+        self.prompts = PromptColumns(everybody, block)
+        self.prefills = PromptColumns(prefills, block[:, :count])
+        self.local = PromptColumns(decodes, block[:, count:])
+        self.decodes = DecodeColumns(decodes)
+        self.row_of = {view.instance_id: row for row, view in enumerate(everybody)}
+        sizes = {view.block_size for view in everybody}
+        self.block_size: float | Floats = float(sizes.pop())  # of all, or of each
+        if sizes:
+            self.block_size = np.array([view.block_size for view in everybody], np.float64)
+        budgets = {view.info.max_num_batched_tokens for view in prefills}
+        self.budget = float(budgets.pop()) if len(budgets) == 1 else None
+        self.speed: Floats = np.ones(count)
+        self.quickest = 0  # of the usable prefill instances, with no prompt too long for it
+        self.rates: Floats = np.zeros((count, len(decodes)))
+        self.rate: float | None = None
+        self.scratch = [np.empty_like(self.rates) for _ in range(3)]  # for costs of pairs
 
     @property
     def model(self) -> str:
         return self.key[0]
 
+    @property
+    def num_prefills(self) -> int:
+        return len(self.prefills.views)
+
     def refresh(self, instance_id: InstanceId, load: PendingLoad, now_ns: int) -> None:
-        row = self.prefill_row.get(instance_id)
-        if row is not None:
-            self.prefills.refresh(row, load, now_ns)
-        else:
-            row = self.decode_row[instance_id]
-            self.local.refresh(row, load, now_ns)
-            self.decodes.refresh(row, load, now_ns)
+        row = self.row_of[instance_id]
+        self.prompts.refresh(row, load, now_ns)
+        if row >= self.num_prefills:
+            self.decodes.refresh(row - self.num_prefills, load, now_ns)
+
+    def refreshed(self) -> None:
+        """After the last row: what rows are beside each other."""
+        for columns in (self.prompts, self.prefills, self.local, self.decodes):
+            columns.refreshed()
+        if self.num_prefills:
+            token = self.prefills.token
+            self.speed = token[token.argmin()] / np.maximum(token, 1e-9)
+            self.quickest = int((token + self.prefills.barred).argmin())
+
+    def link(self, links: Links) -> None:
+        """Takes over what is known of the links."""
+        sources = [view.info for view in self.prefills.views]
+        targets = [view.info for view in self.local.views]
+        self.rates = links.rates(sources, targets)
+        is_same = self.rates.size and bool((self.rates == self.rates[0, 0]).all())
+        self.rate = float(self.rates[0, 0]) if is_same else None
+
+    def cached_blocks(self, depths: Mapping[InstanceId, int]) -> Floats:
+        """``depths`` as a column of ``prompts``."""
+        blocks = array("d", bytes(8 * len(self.row_of)))
+        row_of = self.row_of
+        for instance_id, depth in depths.items():
+            row = row_of.get(instance_id)
+            if row is not None:
+                blocks[row] = depth
+        return np.frombuffer(blocks)
 
 
 class ClusterTable:
@@ -240,12 +316,11 @@ class ClusterTable:
             for table in self._tables_of.get(instance_id, ()):
                 table.refresh(instance_id, pending_of(instance_id), now_ns)
         for table in self._tables.values():
-            table.prefills.refreshed()
-            table.local.refreshed()
+            table.refreshed()
         if self._links.version != self._links_seen:
             self._links_seen = self._links.version
             for table in self._tables.values():
-                table.rates = self._rates(table)
+                table.link(self._links)
 
     def _rebuild(self, views: dict[InstanceId, InstanceView]) -> None:
         by_key: dict[CompatKey, tuple[list[InstanceView], list[InstanceView]]] = {}
@@ -259,25 +334,10 @@ class ClusterTable:
                     by_key[key][0].append(view)
         self._tables, self._tables_of = {}, {}
         for key, (prefills, decodes) in by_key.items():
-            table = self._tables[key] = PairTable(
-                key,
-                PromptColumns(prefills),
-                PromptColumns(decodes),
-                DecodeColumns(decodes),
-                {view.instance_id: row for row, view in enumerate(prefills)},
-                {view.instance_id: row for row, view in enumerate(decodes)},
-                np.zeros((len(prefills), len(decodes))),
-            )
-            for instance_id in (*table.prefill_row, *table.decode_row):
+            table = self._tables[key] = PairTable(key, prefills, decodes)
+            for instance_id in table.row_of:
                 self._tables_of.setdefault(instance_id, []).append(table)
         self.is_outdated, self._links_seen = False, -1
-
-    def _rates(self, table: PairTable) -> Floats:
-        rates = np.empty((len(table.prefills.views), len(table.decodes.views)))
-        for row, source in enumerate(table.prefills.views):
-            for column, target in enumerate(table.decodes.views):
-                rates[row, column] = self._links.bytes_per_ms(source.info, target.info)
-        return rates
 
 
 def is_usable(view: InstanceView, now_ns: int) -> bool:

@@ -198,15 +198,13 @@ def test_rows_brought_up_to_date_are_those_made_anew(seed: int) -> None:
 
 
 def assert_alike(mine: PairTable, anew: PairTable) -> None:
-    for one, other in (
-        (mine.prefills, anew.prefills),
-        (mine.local, anew.local),
-        (mine.decodes, anew.decodes),
-    ):
+    for one, other in ((mine.prompts, anew.prompts), (mine.decodes, anew.decodes)):
         assert one.views == other.views
         np.testing.assert_array_equal(one._rows, other._rows)
     for one, other in ((mine.prefills, anew.prefills), (mine.local, anew.local)):
-        np.testing.assert_array_equal(one.speed, other.speed)
-        np.testing.assert_array_equal(one.is_usable, other.is_usable)
-        assert one.num_usable == other.num_usable
+        assert one.num_usable == other.num_usable == np.count_nonzero(one.is_usable)
+        assert one.has_strange == other.has_strange
+    assert mine.decodes.has_prompts == anew.decodes.has_prompts
+    assert (mine.rate, mine.quickest) == (anew.rate, anew.quickest)
+    np.testing.assert_array_equal(mine.speed, anew.speed)
     np.testing.assert_array_equal(mine.rates, anew.rates)

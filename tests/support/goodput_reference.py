@@ -17,11 +17,11 @@ from isthmus.common.ids import InstanceId
 from isthmus.router import costs
 from isthmus.router.choice import NEAR_TIE_MS
 from isthmus.router.cluster_view import PROMPT_MEMORY_MS
-from isthmus.router.forecast import MAX_SHARE, NEVER, OVERDUE, Ask, most_ratio
+from isthmus.router.forecast import MAX_SHARE, NEVER, Ask, most_ratio
 from isthmus.router.links import SETUP_MS
 from isthmus.router.prices import Prices
 from isthmus.router.quantiles import FLOOR_MS
-from isthmus.router.table import DecodeColumns, PairTable, PromptColumns
+from isthmus.router.table import OVERDUE, DecodeColumns, PairTable, PromptColumns
 from isthmus.router.types import RouteQuery
 
 
@@ -94,7 +94,7 @@ def prompt_on(
     own = float(columns.prompts[row]) - min(head, done) + overdue
     strange = max(float(columns.strange[row]) - min(age, stale_ms), 0.0)
     wait = (own + strange + max(age - stale_ms, 0.0)) * factor
-    is_fit = num_tokens <= columns.longest[row]
+    is_fit = num_tokens <= view.longest_prompt
     is_usable = bool(columns.is_usable[row]) and is_fit and view.instance_id not in query.exclude
     least = prefill / factor if is_fit else NEVER
     return Prompt(
@@ -158,7 +158,7 @@ def decode_on(
         is_kept = is_kept and quantile <= tightest
     elif not has_prefills:
         is_kept_local = is_kept
-    is_full = needed > columns.free_blocks[row] or seqs + 1 > columns.max_seqs[row]
+    is_full = needed > columns.room[row] or seqs + 1 > columns.views[row].info.max_num_seqs
     least = step_ms(columns, row, 1.0, float(num_tokens)) / float(columns.factor[row])
     return Decode(tpot, quantile, bool(is_full), is_kept, is_kept_local, least)
 
@@ -193,7 +193,7 @@ def pair_cost(
     if ask.ttft_ms is None:
         own = remote.ttft + (prices.prefill - 1.0) * remote.prefill
     else:
-        own = prices.prefill * (remote.prefill * float(columns.speed[row]) + remote.wait)
+        own = prices.prefill * (remote.prefill * float(table.speed[row]) + remote.wait)
         own = own - costs.TIGHTNESS * remote.ttft
     cost = own + rest + prices.link * exposed
     if ask.tpot_ms is not None:

@@ -15,7 +15,7 @@ from isthmus.common.types import Slo
 from isthmus.router.learned_latency import LearnedLatency
 from isthmus.router.lengths import MAX_GROUPS, OutputLengths
 from isthmus.router.links import FIRST_RATES, LinkClass, Links
-from isthmus.router.prices import RANGE, PriceBook, Prices, Stage
+from isthmus.router.prices import RANGE, PriceBook, Stage
 from isthmus.router.quantiles import Kind, Residuals, ResidualTable, ratio_of, scaled
 from isthmus.router.rls import RANGE as THETA_RANGE
 from isthmus.router.rls import RecursiveFit
@@ -169,26 +169,21 @@ def test_pool_that_misses_its_targets_becomes_dear_and_cheap_again() -> None:
         now_ns += NS_PER_S
         book.refresh(now_ns)
     assert book.current.prefill == pytest.approx(1.0, abs=0.05)
-    book.publish(Prices(prefill=3.0), now_ns)
-    for _ in range(5):
-        now_ns += NS_PER_S
-        book.refresh(now_ns)
-    assert book.current.prefill == 3.0
 
 
 def test_links_are_known_by_their_class_until_they_have_been_measured() -> None:
     links = Links()
     near, far = make_info("p0", Role.PREFILL, node="a"), make_info("d0", Role.PREFILL, node="b")
     beside = make_info("d1", Role.PREFILL, node="a")
-    assert links.bytes_per_ms(near, far) == FIRST_RATES[LinkClass.FAR]
-    assert links.bytes_per_ms(near, beside) == FIRST_RATES[LinkClass.NODE]
+    assert links.rates([near], [far])[0, 0] == FIRST_RATES[LinkClass.FAR]
+    assert links.rates([near], [beside])[0, 0] == FIRST_RATES[LinkClass.NODE]
     before = links.version
     for _ in range(20):
         links.observe(near, far, 10**8, 10.0)
-    assert links.bytes_per_ms(near, far) == pytest.approx(1e7)
+    assert links.rates([near], [far])[0, 0] == pytest.approx(1e7)
     assert links.version > before
     links.forget(near.instance_id)
-    assert links.bytes_per_ms(near, far) == pytest.approx(1e7)  # its class has learned too
+    assert links.rates([near], [far])[0, 0] == pytest.approx(1e7)  # its class has learned too
 
 
 def test_tenants_share_by_weight_and_a_flood_delays_itself() -> None:
@@ -242,9 +237,9 @@ def test_what_an_instance_reports_of_its_links_counts_at_once_and_goes_with_it()
     near, far = make_info("p0", Role.PREFILL, node="a"), make_info("d0", Role.PREFILL, node="b")
     before = links.version
     links.reported(near, far, 5e5)
-    assert links.bytes_per_ms(near, far) == 5e5
+    assert links.rates([near], [far])[0, 0] == 5e5
     assert links.version == before + 1
     links.reported(near, far, 5.1e5)  # not worth making tables anew
     assert links.version == before + 1
     links.forget(far.instance_id)
-    assert links.bytes_per_ms(near, far) == FIRST_RATES[LinkClass.FAR]
+    assert links.rates([near], [far])[0, 0] == FIRST_RATES[LinkClass.FAR]
