@@ -71,9 +71,26 @@ async def _integrity_problems(instances: tuple[InstanceStatus, ...]) -> list[str
 
 
 @contextmanager
+def ended_in_order() -> Iterator[None]:
+    """A SIGTERM unwinds the stack meanwhile, so that no cluster outlives its benchmark."""
+
+    def leave(number: int, _frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
 def serve(model: Path | str, *flags: str, ready_timeout_s: float = 180) -> Iterator[Running]:
     """``isthmus up`` with the flags, until the block ends. Raises RuntimeError with its log."""
-    with TemporaryDirectory(prefix="isthmus-bench-", ignore_cleanup_errors=True) as folder:
+    with (
+        ended_in_order(),
+        TemporaryDirectory(prefix="isthmus-bench-", ignore_cleanup_errors=True) as folder,
+    ):
         log = Path(folder) / "up.log"
         port = free_port()
         command = [

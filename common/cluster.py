@@ -92,6 +92,7 @@ class InstanceInfo:
     pid: int = 0
     version: str = ""
     rank_pids: tuple[int, ...] = ()  # of all ranks, the leader's first
+    zone: str = ""  # rack, rail group or zone: KV travels faster inside one
 
     @property
     def ref(self) -> InstanceRef:

@@ -122,6 +122,7 @@ class PoolConfig(Node):
     replicas: int = Field(0, ge=0, description="instances of this role")
     engine: EngineConfig = EngineConfig()
     cpus: list[int] = Field(default_factory=list, description="cores to pin to; empty = no pinning")
+    zone: str = Field("", max_length=63, description="of this pool's instances; default: ``zone``")
 
 
 class TransferConfig(Node):
@@ -263,6 +264,13 @@ class RouterConfig(Node):
         le=1,
         description="share of decisions that go to any feasible pair, to learn of it (goodput)",
     )
+    session_affinity_ms: float = Field(
+        20.0,
+        ge=0,
+        description="what it is worth that a conversation goes on where its last turn was served; "
+        "0 = nothing",
+    )
+    max_sessions: int = Field(65_536, ge=1, description="conversations that are remembered")
     breaker_failures: int = Field(3, ge=1, description="failures in a row that open a breaker")
     breaker_open_ms: int = Field(2_000, ge=1, description="pause before an instance is tried again")
 
@@ -348,6 +356,12 @@ class ClusterConfig(Node):
     lifecycle: LifecycleConfig = LifecycleConfig()
     logging: LoggingConfig = LoggingConfig()
     host: str = Field("127.0.0.1", description="address on which workers listen")
+    zone: str = Field(
+        "",
+        max_length=63,
+        description="rack, rail group or zone of the instances that are started with this file; KV "
+        "prefers links inside one",
+    )
     state_dir: str = Field("", description="run-time state; default: the user's state folder")
 
     @property

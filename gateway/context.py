@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import cast
 
@@ -11,6 +12,7 @@ from starlette.requests import Request
 
 from isthmus.common.clock import Clock
 from isthmus.common.config import GatewayConfig
+from isthmus.common.errors import InvalidRequestError
 from isthmus.common.ids import new_request_id
 from isthmus.gateway.choice import ChoiceServices
 from isthmus.gateway.decode_client import DecodeClient
@@ -18,9 +20,11 @@ from isthmus.gateway.goodput import GoodputWindow
 from isthmus.gateway.limits import Identity, InflightLimiter, KeyRing
 from isthmus.gateway.pipeline import Pipeline
 from isthmus.gateway.router_client import RouterClient
+from isthmus.gateway.schemas import MAX_SESSION
 from isthmus.gateway.slo import ClassesOfService
 from isthmus.gateway.waiting import WaitingRoom
 
+SESSION_HEADER = "x-isthmus-session"
 _SCOPE_KEY = "isthmus.request_id"
 _INTERNAL_KEY = "isthmus.internal_id"
 _CLIENT_ID = re.compile(r"[\x21-\x7e]{1,128}")
@@ -75,6 +79,18 @@ def internal_id(request: Request) -> str:
             known = f"{known}.{secrets.token_hex(3)}"
         request.scope[_INTERNAL_KEY] = known
     return cast("str", known)
+
+
+def session_of(headers: Mapping[str, str]) -> str:
+    """The conversation that the header ``x-isthmus-session`` names; empty = none.
+
+    Raises InvalidRequestError when it is too long.
+    """
+    session = headers.get(SESSION_HEADER, "")
+    if len(session) > MAX_SESSION:
+        message = f"{SESSION_HEADER} must have at most {MAX_SESSION} characters"
+        raise InvalidRequestError(message, param=SESSION_HEADER, stage="validate")
+    return session
 
 
 def id_headers(request: Request) -> dict[str, str]:

@@ -61,6 +61,7 @@ class Arrival:
     slo: Slo
     timeline: Timeline
     arrived_ns: int
+    session: str = ""  # as a header named it
 
 
 class Pipeline:
@@ -244,6 +245,7 @@ class Pipeline:
             tenant=arrival.identity.tenant,
             tenant_label=arrival.identity.label,
             cache_salt=salt,
+            session=arrival.session or body.prompt_cache_key or "",
             is_streamed=bool(body.stream),
         )
 

@@ -38,6 +38,7 @@ class GenerationPlan:
     tenant: str = ""
     tenant_label: str = ANONYMOUS
     cache_salt: str = ""
+    session: str = ""
     is_streamed: bool = False
     is_echo: bool = False
     has_output: bool = True

@@ -46,6 +46,7 @@ class ChoiceQuery:
             hash_chains=self.prompt.hash_chains,
             slo=self.plan.slo,
             tenant=self.plan.tenant,
+            session=self.plan.session,
             arrival_ns=self.plan.arrival_ns,
             deadline_ns=self.plan.deadline_ns,
             max_output_tokens=max(1, self.prompt.max_tokens - self.num_resumed_tokens),

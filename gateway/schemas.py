@@ -36,6 +36,7 @@ MAX_LOGPROBS = 20
 MAX_FIELDS = 256
 MAX_MESSAGES = 16_384
 MAX_TARGET_MS = 86_400_000  # a day
+MAX_SESSION = 256  # characters of a conversation's name
 MAX_LOGIT_BIAS = 1_024  # each costs time in every step of every choice
 # Bounded: Python refuses to read a number of thousands of digits.
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
@@ -62,7 +63,7 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "priority": (None, 0),
 }
 # Labels for the client's own use: they change no output.
-_HARMLESS = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key"})
+_HARMLESS = frozenset({"user", "metadata", "safety_identifier"})
 # A client that sends back our own answer includes these empty fields.
 _REFUSED_IN_MESSAGE: dict[str, tuple[Any, ...]] = {
     "tool_calls": _UNSET,
@@ -127,6 +128,7 @@ class GenerationBody(Body):
     logit_bias: dict[str, Annotated[StrictFloat, Field(ge=-100, le=100)]] | None = None
     seed: StrictInt | None = None
     cache_salt: str | None = None
+    prompt_cache_key: Annotated[str, Field(max_length=MAX_SESSION)] | None = None
     return_token_ids: StrictBool | None = None
     slo: SloBody | None = None
 

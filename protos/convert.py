@@ -389,6 +389,7 @@ def info_to_pb(info: InstanceInfo) -> pb.InstanceInfo:
         pid=info.pid,
         version=info.version,
         rank_pids=info.rank_pids,
+        zone=info.zone,
     )
 
 
@@ -413,6 +414,7 @@ def info_from_pb(message: pb.InstanceInfo) -> InstanceInfo:
         pid=message.pid,
         version=message.version,
         rank_pids=tuple(message.rank_pids),
+        zone=message.zone,
     )
 
 

@@ -6,7 +6,8 @@
 can wait leave the fast ones to those that cannot; of equal costs the tighter fit wins. The gap
 before the second token, exposed transfer + step, is dear beyond ``GAP_FACTOR`` · TPOT target. A
 query without targets has nothing to be feasible for: it goes where it ends soonest, as with
-``LeastPredictedLoad``, whose score this is then, at prices of 1.
+``LeastPredictedLoad``, whose score this is then, at prices of 1. The instances that served the
+last turn of its session cost a little less.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ def prefill_costs(found: Forecast, prices: Prices) -> Floats:
         costs += remote.wait
         costs *= prices.prefill
         costs -= TIGHTNESS * remote.ttft
+    _favour(costs, found, 0)
     return costs
 
 
@@ -52,7 +54,20 @@ def decode_costs(found: Forecast, prices: Prices) -> Floats:
         share *= prices.decode
         share += BALANCE
     own *= share
+    _favour(own, found, found.table.num_prefills)
     return own
+
+
+def _favour(costs: Floats, found: Forecast, first: int) -> None:
+    """Makes whoever served the session's last turn cheaper, in place. ``costs``: of the table's
+    instances from ``first`` on."""
+    last, row_of = found.ask.last, found.table.row_of
+    if last is None:
+        return
+    for name in (last.prefill, last.decode):
+        row = row_of.get(name, -1) - first if name is not None else -1
+        if 0 <= row < len(costs):
+            costs[row] -= last.worth_ms
 
 
 def pair_costs(found: Forecast, prices: Prices, own: Floats, rest: Floats) -> Floats:

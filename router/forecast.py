@@ -23,6 +23,7 @@ import numpy as np
 
 from isthmus.common.ids import InstanceId
 from isthmus.router.quantiles import FLOOR_MS, Residuals
+from isthmus.router.sessions import LastServed
 from isthmus.router.table import Bools, Floats, PairTable, PromptColumns
 from isthmus.router.types import RouteQuery
 
@@ -36,7 +37,7 @@ class Ask:
 
     ``ttft_ms``: its TTFT target (None = none that can be met), of which ``left_ms`` are left;
     ``remote``, ``local``, ``tpot``: how wrong predictions of a remote prefill, a local one and of
-    decode steps are.
+    decode steps are; ``last``: where its session's last turn was served.
     """
 
     output_tokens: int
@@ -49,6 +50,7 @@ class Ask:
     tpot: Residuals
     now_ns: int
     spares_residents: bool = True
+    last: LastServed | None = None
 
 
 @dataclass(slots=True)

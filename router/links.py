@@ -1,9 +1,9 @@
 """How fast KV travels between two instances: by where they are, corrected by what was measured.
 
-Links are taken by class (same node, or farther), since one of hundreds of pairs is measured
-too rarely; a pair that was measured often enough, or whose sender reports what it measures (see
-``kvtransfer.link``), goes by its own rate. A rate is an exponential mean of bytes per millisecond.
-Bounded: pairs beyond ``MAX_PAIRS`` stay with their class.
+Links are taken by class (same node, same zone, or farther), since one of hundreds of pairs is
+measured too rarely; a pair that was measured often enough, or whose sender reports what it measures
+(see ``kvtransfer.link``), goes by its own rate. A rate is an exponential mean of bytes per
+millisecond. Bounded: pairs beyond ``MAX_PAIRS`` stay with their class.
 """
 
 from __future__ import annotations
@@ -28,10 +28,12 @@ NOTABLE = 0.1  # change of a rate, below which tables need not be made anew
 
 class LinkClass(Enum):
     NODE = "node"
+    ZONE = "zone"
     FAR = "far"
 
 
-FIRST_RATES = {LinkClass.NODE: 5e6, LinkClass.FAR: 2e6}  # bytes/ms, until one is measured
+# bytes/ms, until one is measured: shared memory, a network card, a share of the way between zones
+FIRST_RATES = {LinkClass.NODE: 5e6, LinkClass.ZONE: 2e6, LinkClass.FAR: 5e5}
 Pair = tuple[InstanceId, InstanceId]
 Floats = NDArray[np.float64]
 
@@ -70,15 +72,18 @@ class Links:
 
     def rates(self, sources: Sequence[InstanceInfo], targets: Sequence[InstanceInfo]) -> Floats:
         """Bytes/ms, [sources, targets]."""
-        near, far = self._classes[LinkClass.NODE].value, self._classes[LinkClass.FAR].value
-        rates: Floats = np.full((len(sources), len(targets)), far)
-        columns: dict[str, list[int]] = {}
+        of_class = {name: rate.value for name, rate in self._classes.items()}
+        rates: Floats = np.full((len(sources), len(targets)), of_class[LinkClass.FAR])
+        nodes: dict[str, list[int]] = {}
+        zones: dict[str, list[int]] = {}
         for column, target in enumerate(targets):
+            zones.setdefault(target.zone, []).append(column)
             if target.node:
-                columns.setdefault(target.node, []).append(column)
+                nodes.setdefault(target.node, []).append(column)
         rows = {source.instance_id: row for row, source in enumerate(sources)}
         for row, source in enumerate(sources):
-            rates[row, columns.get(source.node, [])] = near
+            rates[row, zones.get(source.zone, [])] = of_class[LinkClass.ZONE]
+            rates[row, nodes.get(source.node, [])] = of_class[LinkClass.NODE]
         places = {target.instance_id: column for column, target in enumerate(targets)}
         for (source_id, target_id), own in self._pairs.items():
             if own.num_samples >= ENOUGH and source_id in rows and target_id in places:
@@ -118,6 +123,7 @@ class Links:
 
 
 def link_class(source: InstanceInfo, target: InstanceInfo) -> LinkClass:
-    """Nodes without a name are different ones."""
-    is_same = bool(source.node) and source.node == target.node
-    return LinkClass.NODE if is_same else LinkClass.FAR
+    """Nodes without a name are different ones, in the same zone where none is named."""
+    if source.node and source.node == target.node:
+        return LinkClass.NODE
+    return LinkClass.ZONE if source.zone == target.zone else LinkClass.FAR

@@ -15,6 +15,7 @@ from isthmus.router.goodput import DECODE_FULL, GoodputPolicy, Weighed
 from isthmus.router.knowledge import Knowledge
 from isthmus.router.prices import Stage
 from isthmus.router.quantiles import Kind, bucket_of
+from isthmus.router.sessions import Sessions
 from isthmus.router.state import RouterState
 from isthmus.router.table import ClusterTable
 from isthmus.router.types import RouteQuery
@@ -41,11 +42,17 @@ class Look:
 
 class Placement:
     def __init__(
-        self, state: RouterState, knowledge: Knowledge, policy: GoodputPolicy, clock: Clock
+        self,
+        state: RouterState,
+        knowledge: Knowledge,
+        policy: GoodputPolicy,
+        sessions: Sessions,
+        clock: Clock,
     ) -> None:
         self._state = state
         self._knowledge = knowledge
         self._policy = policy
+        self._sessions = sessions
         self._clock = clock
         self._table = ClusterTable(knowledge.links)
         self._doubtful: set[InstanceId] = set()  # their breakers are not closed
@@ -190,6 +197,7 @@ class Placement:
             tpot=known.residuals.of(Kind.TPOT, bucket),
             now_ns=now_ns,
             spares_residents=not is_aged,
+            last=self._sessions.last(query),
         )
 
 

@@ -16,6 +16,7 @@ from isthmus.common.types import LocalPrefillReason
 from isthmus.router.decider import local_prefill_reason
 from isthmus.router.pairing import CompatKey
 from isthmus.router.predictor import DecodeOption, PrefillOption, expected_output, transfer_ms
+from isthmus.router.sessions import LastServed
 from isthmus.router.types import RouteQuery
 
 OptionT = TypeVar("OptionT", PrefillOption, DecodeOption)
@@ -27,13 +28,22 @@ NEAR_TIE_MS = 1.0
 class Pool:
     """Options that passed every filter. ``prefills`` are grouped by what they may hand KV to.
 
-    ``local`` predicts the prompt computed by a decode instance itself.
+    ``local`` predicts the prompt computed by a decode instance itself. ``last``: where the
+    session's last turn was served.
     """
 
     prefills: dict[CompatKey, list[PrefillOption]]
     decodes: list[DecodeOption]
     local: Callable[[DecodeOption], PrefillOption]
     min_remote_tokens: int
+    last: LastServed | None = None
+
+    def worth_ms(self, option: PrefillOption | DecodeOption) -> float:
+        """What it is worth that the session stays with this instance."""
+        last, instance_id = self.last, option.view.instance_id
+        if last is None or instance_id not in (last.prefill, last.decode):
+            return 0.0
+        return last.worth_ms
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +88,14 @@ class LeastPredictedLoad:
     def rank(self, query: RouteQuery, pool: Pool) -> list[Candidate]:
         output_tokens = expected_output(query)
         prefills = {
-            key: _cheapest(options, [option.ttft_ms for option in options])
+            key: _cheapest(options, [_prefill_cost(option, pool) for option in options])
             for key, options in pool.prefills.items()
         }
         costs = [
-            option.wait_ms + output_tokens * option.tpot_ms + transfer_ms(option)
+            option.wait_ms
+            + output_tokens * option.tpot_ms
+            + transfer_ms(option)
+            - pool.worth_ms(option)
             for option in pool.decodes
         ]
         cheapest = _cheapest(pool.decodes, costs)
@@ -102,7 +115,7 @@ class LeastPredictedLoad:
         pool: Pool,
         output_tokens: int,
     ) -> list[Candidate]:
-        rest_ms = decode.wait_ms + output_tokens * decode.tpot_ms
+        rest_ms = decode.wait_ms + output_tokens * decode.tpot_ms - pool.worth_ms(decode)
         has_pair = bool(pool.prefills.get(decode.view.key))
         reason = local_prefill_reason(decode, has_pair, pool.min_remote_tokens)
         local = pool.local(decode)
@@ -120,7 +133,7 @@ class LeastPredictedLoad:
                 decode,
                 prefill,
                 LocalPrefillReason.NONE,
-                rest_ms + prefill.ttft_ms + transfer_ms(decode, prefill.view),
+                rest_ms + _prefill_cost(prefill, pool) + transfer_ms(decode, prefill.view),
             )
             for prefill in prefills
         ]
@@ -139,6 +152,10 @@ def settle_near_ties(candidates: list[Candidate]) -> list[Candidate]:
     num_tied = sum(candidate.score <= limit for candidate in ranked)
     tied = sorted(ranked[:num_tied], key=lambda candidate: candidate.last_chosen)
     return tied + ranked[num_tied:]
+
+
+def _prefill_cost(prefill: PrefillOption, pool: Pool) -> float:
+    return prefill.ttft_ms - pool.worth_ms(prefill)
 
 
 def _cheapest(options: list[OptionT], costs: Sequence[float]) -> list[OptionT]:

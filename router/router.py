@@ -37,6 +37,7 @@ from isthmus.router.predictor import (
     burden,
     quickest_of,
 )
+from isthmus.router.sessions import Sessions
 from isthmus.router.shares import TenantShares
 from isthmus.router.snapshot import RouterSnapshot, take_snapshot
 from isthmus.router.state import RouterState
@@ -67,6 +68,7 @@ class Router:
         self._turn = 0
         self.state = RouterState(config, clock)
         self.log = DecisionLog()
+        self.sessions = Sessions(config.max_sessions, config.session_affinity_ms)
         self.knowledge = Knowledge(self.state.links)
         self.feedback = Feedback(self.state, self._predictor, self.knowledge)
         self.on_progress: Callable[[], None] | None = None
@@ -208,7 +210,8 @@ class Router:
             rival = quickest.get(decode.view.key)
             return self._predictor.local_option(decode, load, query, now_ns, rival)
 
-        return Pool(prefills, decodes, local, self._config.min_remote_tokens)
+        last = self.sessions.last(query)
+        return Pool(prefills, decodes, local, self._config.min_remote_tokens, last)
 
     def _commit(
         self,
@@ -252,6 +255,8 @@ class Router:
             ),
             now_ns,
         )
+        served_by = None if chosen.is_local else prefill.instance_id
+        self.sessions.served(query, served_by, decode.instance_id)
         self._turn += 1
         for view in (decode, prefill):
             view.last_chosen = self._turn
@@ -271,7 +276,7 @@ class Router:
         config = self._config
         policy = GoodputPolicy(config.stale_load_ms, config.min_remote_tokens, config.exploration)
         queue = HoldingQueue(TenantShares(tenant_weights), config.ageing_ms, config.max_held)
-        places = Placement(self.state, self.knowledge, policy, self._clock)
+        places = Placement(self.state, self.knowledge, policy, self.sessions, self._clock)
         return Intake(queue, places, self._bind, self._refuse, config.ageing_ms)
 
     def _settled_at_once(self, query: RouteQuery, intake: Intake, now_ns: int) -> Verdict:

@@ -25,6 +25,7 @@ class RouteQuery:
     hash_chains: tuple[HashChain, ...] = ()
     slo: Slo = field(default_factory=Slo)
     tenant: str = ""
+    session: str = ""  # of its tenant: its turns share a prefix, mostly
     max_output_tokens: int = 16
     arrival_ns: int = 0
     deadline_ns: int = 0

@@ -50,6 +50,7 @@ def query_to_pb(query: RouteQuery, *, may_wait: bool, gateway_id: str) -> pb.Rou
         timeout_ms=max(1, ms_left(query.deadline_ns)) if query.deadline_ns else 0,
         may_wait=may_wait,
         gateway_id=gateway_id,
+        session=query.session,
     )
 
 
@@ -61,6 +62,7 @@ def query_from_pb(message: pb.RouteRequest) -> RouteQuery:
         hash_chains=tuple(_chain(data) for data in message.hash_chains),
         slo=slo_from_pb(message.slo),
         tenant=message.tenant,
+        session=message.session,
         max_output_tokens=message.max_output_tokens,
         arrival_ns=time.time_ns() - int(message.elapsed_ms * NS_PER_MS),
         deadline_ns=instant_after(message.timeout_ms) if message.timeout_ms else 0,

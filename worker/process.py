@@ -322,4 +322,5 @@ def _describe(
         pid=os.getpid(),
         version=version("isthmus"),
         rank_pids=rank_pids,
+        zone=pool_of(args).zone or args.config.zone,
     )

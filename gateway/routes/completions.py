@@ -16,7 +16,7 @@ from isthmus.common.errors import IsthmusError
 from isthmus.common.timeline import Event, Timeline
 from isthmus.common.types import LocalPrefillReason
 from isthmus.gateway.accounting import Offer, count_refused
-from isthmus.gateway.context import admit, gateway_of, id_headers, internal_id
+from isthmus.gateway.context import admit, gateway_of, id_headers, internal_id, session_of
 from isthmus.gateway.direct import Endpoint
 from isthmus.gateway.exchange import Exchange
 from isthmus.gateway.formats import AnswerFormat, ChatFormat, CompletionFormat
@@ -86,6 +86,7 @@ async def _create(
             slo=slo,
             timeline=Timeline({Event.ARRIVED: arrived_ns}),
             arrived_ns=arrived_ns,
+            session=session_of(request.headers),
         )
         await gateway.waiting.until_served(request.receive)
         plan = await planner(body, arrival)

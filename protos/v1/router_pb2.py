@@ -25,39 +25,39 @@ _sym_db = _symbol_database.Default()
 from isthmus.protos.v1 import common_pb2 as isthmus_dot_protos_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eisthmus/protos/v1/router.proto\x12\x11isthmus.protos.v1\x1a\x1eisthmus/protos/v1/common.proto\"\x8f\x03\n\rRouteDecision\x12\x13\n\x0b\x64\x65\x63ision_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12.\n\x06\x61\x63tion\x18\x03 \x01(\x0e\x32\x1e.isthmus.protos.v1.RouteAction\x12.\n\x06\x64\x65\x63ode\x18\x04 \x01(\x0b\x32\x1e.isthmus.protos.v1.InstanceRef\x12/\n\x07prefill\x18\x05 \x01(\x0b\x32\x1e.isthmus.protos.v1.InstanceRef\x12\x14\n\x0clocal_reason\x18\x06 \x01(\t\x12\x15\n\rcached_tokens\x18\x07 \x01(\r\x12\x19\n\x11predicted_ttft_ms\x18\x08 \x01(\x01\x12\x19\n\x11predicted_tpot_ms\x18\t \x01(\x01\x12\x0e\n\x06policy\x18\n \x01(\t\x12\x0e\n\x06reason\x18\x0b \x01(\t\x12\x0e\n\x06ttl_ms\x18\x0c \x01(\x03\x12\x31\n\talternate\x18\r \x01(\x0b\x32\x1e.isthmus.protos.v1.InstanceRef\"\xcf\x02\n\x0cRouteRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\r\x12#\n\x03slo\x18\x05 \x01(\x0b\x32\x16.isthmus.protos.v1.Slo\x12\x0e\n\x06tenant\x18\x07 \x01(\t\x12\x19\n\x11max_output_tokens\x18\x08 \x01(\r\x12\x0f\n\x07\x65xclude\x18\t \x03(\t\x12\x15\n\rprefer_decode\x18\n \x01(\t\x12\x1a\n\x12needs_whole_prompt\x18\x0b \x01(\x08\x12\x13\n\x0bhash_chains\x18\x0c \x03(\x0c\x12\x12\n\nelapsed_ms\x18\r \x01(\x01\x12\x12\n\ntimeout_ms\x18\x0e \x01(\x03\x12\x10\n\x08may_wait\x18\x0f \x01(\x08\x12\x12\n\ngateway_id\x18\x10 \x01(\tJ\x04\x08\x04\x10\x05J\x04\x08\x06\x10\x07\"C\n\rRouteResponse\x12\x32\n\x08\x64\x65\x63ision\x18\x01 \x01(\x0b\x32 .isthmus.protos.v1.RouteDecision\"w\n\x0eRerouteRequest\x12\x17\n\x0f\x66\x61iled_instance\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x30\n\x07request\x18\x05 \x01(\x0b\x32\x1f.isthmus.protos.v1.RouteRequestJ\x04\x08\x01\x10\x02J\x04\x08\x04\x10\x05\"E\n\x0fRerouteResponse\x12\x32\n\x08\x64\x65\x63ision\x18\x01 \x01(\x0b\x32 .isthmus.protos.v1.RouteDecision\"\xf9\x01\n\x14ReportOutcomeRequest\x12\x13\n\x0b\x64\x65\x63ision_id\x18\x01 \x01(\t\x12\x0f\n\x07outcome\x18\x02 \x01(\t\x12-\n\x08timeline\x18\x03 \x01(\x0b\x32\x1b.isthmus.protos.v1.Timeline\x12\x17\n\x0f\x66\x61iled_instance\x18\x05 \x01(\t\x12\x14\n\x07tpot_ms\x18\x06 \x01(\x01H\x00\x88\x01\x01\x12\x1c\n\x14withdrawn_request_id\x18\x07 \x01(\t\x12\x12\n\ngateway_id\x18\x08 \x01(\t\x12\x19\n\x11num_output_tokens\x18\t \x01(\rB\n\n\x08_tpot_msJ\x04\x08\x04\x10\x05\"\x17\n\x15ReportOutcomeResponse\"$\n\x0e\x45xplainRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\xa8\x01\n\x12\x45xplainedCandidate\x12\x0e\n\x06\x64\x65\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07prefill\x18\x02 \x01(\t\x12\x14\n\x0clocal_reason\x18\x03 \x01(\t\x12\r\n\x05score\x18\x04 \x01(\x01\x12\x10\n\x08queue_ms\x18\x05 \x01(\x01\x12\x12\n\nprefill_ms\x18\x06 \x01(\x01\x12\x0f\n\x07tpot_ms\x18\x07 \x01(\x01\x12\x15\n\rcached_tokens\x18\x08 \x01(\r\"7\n\x10\x46ilteredInstance\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\xcc\x03\n\x0b\x45xplanation\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x19\n\x11num_prompt_tokens\x18\x02 \x01(\r\x12\x19\n\x11max_output_tokens\x18\x03 \x01(\r\x12#\n\x03slo\x18\x04 \x01(\x0b\x32\x16.isthmus.protos.v1.Slo\x12\x0e\n\x06tenant\x18\x05 \x01(\t\x12\x12\n\nat_unix_ns\x18\x06 \x01(\x03\x12\x32\n\x08\x64\x65\x63ision\x18\x07 \x01(\x0b\x32 .isthmus.protos.v1.RouteDecision\x12-\n\x05\x65rror\x18\x08 \x01(\x0b\x32\x1e.isthmus.protos.v1.ErrorDetail\x12\x39\n\ncandidates\x18\t \x03(\x0b\x32%.isthmus.protos.v1.ExplainedCandidate\x12\x35\n\x08\x66iltered\x18\n \x03(\x0b\x32#.isthmus.protos.v1.FilteredInstance\x12\x14\n\x0cnum_filtered\x18\x0b \x01(\r\x12\x10\n\x08outcomes\x18\x0c \x03(\t\x12-\n\x08timeline\x18\r \x01(\x0b\x32\x1b.isthmus.protos.v1.Timeline\"G\n\x0f\x45xplainResponse\x12\x34\n\x0c\x65xplanations\x18\x01 \x03(\x0b\x32\x1e.isthmus.protos.v1.Explanation*{\n\x0bRouteAction\x12\x1c\n\x18ROUTE_ACTION_UNSPECIFIED\x10\x00\x12\x16\n\x12ROUTE_ACTION_ADMIT\x10\x01\x12\x16\n\x12ROUTE_ACTION_QUEUE\x10\x02\x12\x18\n\x14ROUTE_ACTION_DEGRADE\x10\x03\"\x04\x08\x04\x10\x04\x32\xe5\x02\n\rRouterService\x12J\n\x05Route\x12\x1f.isthmus.protos.v1.RouteRequest\x1a .isthmus.protos.v1.RouteResponse\x12P\n\x07Reroute\x12!.isthmus.protos.v1.RerouteRequest\x1a\".isthmus.protos.v1.RerouteResponse\x12\x64\n\rReportOutcome\x12\'.isthmus.protos.v1.ReportOutcomeRequest\x1a(.isthmus.protos.v1.ReportOutcomeResponse(\x01\x12P\n\x07\x45xplain\x12!.isthmus.protos.v1.ExplainRequest\x1a\".isthmus.protos.v1.ExplainResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eisthmus/protos/v1/router.proto\x12\x11isthmus.protos.v1\x1a\x1eisthmus/protos/v1/common.proto\"\x8f\x03\n\rRouteDecision\x12\x13\n\x0b\x64\x65\x63ision_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12.\n\x06\x61\x63tion\x18\x03 \x01(\x0e\x32\x1e.isthmus.protos.v1.RouteAction\x12.\n\x06\x64\x65\x63ode\x18\x04 \x01(\x0b\x32\x1e.isthmus.protos.v1.InstanceRef\x12/\n\x07prefill\x18\x05 \x01(\x0b\x32\x1e.isthmus.protos.v1.InstanceRef\x12\x14\n\x0clocal_reason\x18\x06 \x01(\t\x12\x15\n\rcached_tokens\x18\x07 \x01(\r\x12\x19\n\x11predicted_ttft_ms\x18\x08 \x01(\x01\x12\x19\n\x11predicted_tpot_ms\x18\t \x01(\x01\x12\x0e\n\x06policy\x18\n \x01(\t\x12\x0e\n\x06reason\x18\x0b \x01(\t\x12\x0e\n\x06ttl_ms\x18\x0c \x01(\x03\x12\x31\n\talternate\x18\r \x01(\x0b\x32\x1e.isthmus.protos.v1.InstanceRef\"\xe0\x02\n\x0cRouteRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\r\x12#\n\x03slo\x18\x05 \x01(\x0b\x32\x16.isthmus.protos.v1.Slo\x12\x0e\n\x06tenant\x18\x07 \x01(\t\x12\x19\n\x11max_output_tokens\x18\x08 \x01(\r\x12\x0f\n\x07\x65xclude\x18\t \x03(\t\x12\x15\n\rprefer_decode\x18\n \x01(\t\x12\x1a\n\x12needs_whole_prompt\x18\x0b \x01(\x08\x12\x13\n\x0bhash_chains\x18\x0c \x03(\x0c\x12\x12\n\nelapsed_ms\x18\r \x01(\x01\x12\x12\n\ntimeout_ms\x18\x0e \x01(\x03\x12\x10\n\x08may_wait\x18\x0f \x01(\x08\x12\x12\n\ngateway_id\x18\x10 \x01(\t\x12\x0f\n\x07session\x18\x11 \x01(\tJ\x04\x08\x04\x10\x05J\x04\x08\x06\x10\x07\"C\n\rRouteResponse\x12\x32\n\x08\x64\x65\x63ision\x18\x01 \x01(\x0b\x32 .isthmus.protos.v1.RouteDecision\"w\n\x0eRerouteRequest\x12\x17\n\x0f\x66\x61iled_instance\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x30\n\x07request\x18\x05 \x01(\x0b\x32\x1f.isthmus.protos.v1.RouteRequestJ\x04\x08\x01\x10\x02J\x04\x08\x04\x10\x05\"E\n\x0fRerouteResponse\x12\x32\n\x08\x64\x65\x63ision\x18\x01 \x01(\x0b\x32 .isthmus.protos.v1.RouteDecision\"\xf9\x01\n\x14ReportOutcomeRequest\x12\x13\n\x0b\x64\x65\x63ision_id\x18\x01 \x01(\t\x12\x0f\n\x07outcome\x18\x02 \x01(\t\x12-\n\x08timeline\x18\x03 \x01(\x0b\x32\x1b.isthmus.protos.v1.Timeline\x12\x17\n\x0f\x66\x61iled_instance\x18\x05 \x01(\t\x12\x14\n\x07tpot_ms\x18\x06 \x01(\x01H\x00\x88\x01\x01\x12\x1c\n\x14withdrawn_request_id\x18\x07 \x01(\t\x12\x12\n\ngateway_id\x18\x08 \x01(\t\x12\x19\n\x11num_output_tokens\x18\t \x01(\rB\n\n\x08_tpot_msJ\x04\x08\x04\x10\x05\"\x17\n\x15ReportOutcomeResponse\"$\n\x0e\x45xplainRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\xa8\x01\n\x12\x45xplainedCandidate\x12\x0e\n\x06\x64\x65\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07prefill\x18\x02 \x01(\t\x12\x14\n\x0clocal_reason\x18\x03 \x01(\t\x12\r\n\x05score\x18\x04 \x01(\x01\x12\x10\n\x08queue_ms\x18\x05 \x01(\x01\x12\x12\n\nprefill_ms\x18\x06 \x01(\x01\x12\x0f\n\x07tpot_ms\x18\x07 \x01(\x01\x12\x15\n\rcached_tokens\x18\x08 \x01(\r\"7\n\x10\x46ilteredInstance\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\xcc\x03\n\x0b\x45xplanation\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x19\n\x11num_prompt_tokens\x18\x02 \x01(\r\x12\x19\n\x11max_output_tokens\x18\x03 \x01(\r\x12#\n\x03slo\x18\x04 \x01(\x0b\x32\x16.isthmus.protos.v1.Slo\x12\x0e\n\x06tenant\x18\x05 \x01(\t\x12\x12\n\nat_unix_ns\x18\x06 \x01(\x03\x12\x32\n\x08\x64\x65\x63ision\x18\x07 \x01(\x0b\x32 .isthmus.protos.v1.RouteDecision\x12-\n\x05\x65rror\x18\x08 \x01(\x0b\x32\x1e.isthmus.protos.v1.ErrorDetail\x12\x39\n\ncandidates\x18\t \x03(\x0b\x32%.isthmus.protos.v1.ExplainedCandidate\x12\x35\n\x08\x66iltered\x18\n \x03(\x0b\x32#.isthmus.protos.v1.FilteredInstance\x12\x14\n\x0cnum_filtered\x18\x0b \x01(\r\x12\x10\n\x08outcomes\x18\x0c \x03(\t\x12-\n\x08timeline\x18\r \x01(\x0b\x32\x1b.isthmus.protos.v1.Timeline\"G\n\x0f\x45xplainResponse\x12\x34\n\x0c\x65xplanations\x18\x01 \x03(\x0b\x32\x1e.isthmus.protos.v1.Explanation*{\n\x0bRouteAction\x12\x1c\n\x18ROUTE_ACTION_UNSPECIFIED\x10\x00\x12\x16\n\x12ROUTE_ACTION_ADMIT\x10\x01\x12\x16\n\x12ROUTE_ACTION_QUEUE\x10\x02\x12\x18\n\x14ROUTE_ACTION_DEGRADE\x10\x03\"\x04\x08\x04\x10\x04\x32\xe5\x02\n\rRouterService\x12J\n\x05Route\x12\x1f.isthmus.protos.v1.RouteRequest\x1a .isthmus.protos.v1.RouteResponse\x12P\n\x07Reroute\x12!.isthmus.protos.v1.RerouteRequest\x1a\".isthmus.protos.v1.RerouteResponse\x12\x64\n\rReportOutcome\x12\'.isthmus.protos.v1.ReportOutcomeRequest\x1a(.isthmus.protos.v1.ReportOutcomeResponse(\x01\x12P\n\x07\x45xplain\x12!.isthmus.protos.v1.ExplainRequest\x1a\".isthmus.protos.v1.ExplainResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'isthmus.protos.v1.router_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ROUTEACTION']._serialized_start=2165
-  _globals['_ROUTEACTION']._serialized_end=2288
+  _globals['_ROUTEACTION']._serialized_start=2182
+  _globals['_ROUTEACTION']._serialized_end=2305
   _globals['_ROUTEDECISION']._serialized_start=86
   _globals['_ROUTEDECISION']._serialized_end=485
   _globals['_ROUTEREQUEST']._serialized_start=488
-  _globals['_ROUTEREQUEST']._serialized_end=823
-  _globals['_ROUTERESPONSE']._serialized_start=825
-  _globals['_ROUTERESPONSE']._serialized_end=892
-  _globals['_REROUTEREQUEST']._serialized_start=894
-  _globals['_REROUTEREQUEST']._serialized_end=1013
-  _globals['_REROUTERESPONSE']._serialized_start=1015
-  _globals['_REROUTERESPONSE']._serialized_end=1084
-  _globals['_REPORTOUTCOMEREQUEST']._serialized_start=1087
-  _globals['_REPORTOUTCOMEREQUEST']._serialized_end=1336
-  _globals['_REPORTOUTCOMERESPONSE']._serialized_start=1338
-  _globals['_REPORTOUTCOMERESPONSE']._serialized_end=1361
-  _globals['_EXPLAINREQUEST']._serialized_start=1363
-  _globals['_EXPLAINREQUEST']._serialized_end=1399
-  _globals['_EXPLAINEDCANDIDATE']._serialized_start=1402
-  _globals['_EXPLAINEDCANDIDATE']._serialized_end=1570
-  _globals['_FILTEREDINSTANCE']._serialized_start=1572
-  _globals['_FILTEREDINSTANCE']._serialized_end=1627
-  _globals['_EXPLANATION']._serialized_start=1630
-  _globals['_EXPLANATION']._serialized_end=2090
-  _globals['_EXPLAINRESPONSE']._serialized_start=2092
-  _globals['_EXPLAINRESPONSE']._serialized_end=2163
-  _globals['_ROUTERSERVICE']._serialized_start=2291
-  _globals['_ROUTERSERVICE']._serialized_end=2648
+  _globals['_ROUTEREQUEST']._serialized_end=840
+  _globals['_ROUTERESPONSE']._serialized_start=842
+  _globals['_ROUTERESPONSE']._serialized_end=909
+  _globals['_REROUTEREQUEST']._serialized_start=911
+  _globals['_REROUTEREQUEST']._serialized_end=1030
+  _globals['_REROUTERESPONSE']._serialized_start=1032
+  _globals['_REROUTERESPONSE']._serialized_end=1101
+  _globals['_REPORTOUTCOMEREQUEST']._serialized_start=1104
+  _globals['_REPORTOUTCOMEREQUEST']._serialized_end=1353
+  _globals['_REPORTOUTCOMERESPONSE']._serialized_start=1355
+  _globals['_REPORTOUTCOMERESPONSE']._serialized_end=1378
+  _globals['_EXPLAINREQUEST']._serialized_start=1380
+  _globals['_EXPLAINREQUEST']._serialized_end=1416
+  _globals['_EXPLAINEDCANDIDATE']._serialized_start=1419
+  _globals['_EXPLAINEDCANDIDATE']._serialized_end=1587
+  _globals['_FILTEREDINSTANCE']._serialized_start=1589
+  _globals['_FILTEREDINSTANCE']._serialized_end=1644
+  _globals['_EXPLANATION']._serialized_start=1647
+  _globals['_EXPLANATION']._serialized_end=2107
+  _globals['_EXPLAINRESPONSE']._serialized_start=2109
+  _globals['_EXPLAINRESPONSE']._serialized_end=2180
+  _globals['_ROUTERSERVICE']._serialized_start=2308
+  _globals['_ROUTERSERVICE']._serialized_end=2665
 # @@protoc_insertion_point(module_scope)

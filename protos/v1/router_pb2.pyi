@@ -50,7 +50,7 @@ class RouteDecision(_message.Message):
     def __init__(self, decision_id: _Optional[str] = ..., request_id: _Optional[str] = ..., action: _Optional[_Union[RouteAction, str]] = ..., decode: _Optional[_Union[_common_pb2.InstanceRef, _Mapping]] = ..., prefill: _Optional[_Union[_common_pb2.InstanceRef, _Mapping]] = ..., local_reason: _Optional[str] = ..., cached_tokens: _Optional[int] = ..., predicted_ttft_ms: _Optional[float] = ..., predicted_tpot_ms: _Optional[float] = ..., policy: _Optional[str] = ..., reason: _Optional[str] = ..., ttl_ms: _Optional[int] = ..., alternate: _Optional[_Union[_common_pb2.InstanceRef, _Mapping]] = ...) -> None: ...
 
 class RouteRequest(_message.Message):
-    __slots__ = ("request_id", "model", "num_prompt_tokens", "slo", "tenant", "max_output_tokens", "exclude", "prefer_decode", "needs_whole_prompt", "hash_chains", "elapsed_ms", "timeout_ms", "may_wait", "gateway_id")
+    __slots__ = ("request_id", "model", "num_prompt_tokens", "slo", "tenant", "max_output_tokens", "exclude", "prefer_decode", "needs_whole_prompt", "hash_chains", "elapsed_ms", "timeout_ms", "may_wait", "gateway_id", "session")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -65,6 +65,7 @@ class RouteRequest(_message.Message):
     TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
     MAY_WAIT_FIELD_NUMBER: _ClassVar[int]
     GATEWAY_ID_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     num_prompt_tokens: int
@@ -79,7 +80,8 @@ class RouteRequest(_message.Message):
     timeout_ms: int
     may_wait: bool
     gateway_id: str
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., num_prompt_tokens: _Optional[int] = ..., slo: _Optional[_Union[_common_pb2.Slo, _Mapping]] = ..., tenant: _Optional[str] = ..., max_output_tokens: _Optional[int] = ..., exclude: _Optional[_Iterable[str]] = ..., prefer_decode: _Optional[str] = ..., needs_whole_prompt: _Optional[bool] = ..., hash_chains: _Optional[_Iterable[bytes]] = ..., elapsed_ms: _Optional[float] = ..., timeout_ms: _Optional[int] = ..., may_wait: _Optional[bool] = ..., gateway_id: _Optional[str] = ...) -> None: ...
+    session: str
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., num_prompt_tokens: _Optional[int] = ..., slo: _Optional[_Union[_common_pb2.Slo, _Mapping]] = ..., tenant: _Optional[str] = ..., max_output_tokens: _Optional[int] = ..., exclude: _Optional[_Iterable[str]] = ..., prefer_decode: _Optional[str] = ..., needs_whole_prompt: _Optional[bool] = ..., hash_chains: _Optional[_Iterable[bytes]] = ..., elapsed_ms: _Optional[float] = ..., timeout_ms: _Optional[int] = ..., may_wait: _Optional[bool] = ..., gateway_id: _Optional[str] = ..., session: _Optional[str] = ...) -> None: ...
 
 class RouteResponse(_message.Message):
     __slots__ = ("decision",)

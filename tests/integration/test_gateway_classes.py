@@ -127,6 +127,26 @@ async def test_targets_travel_to_the_router_and_to_the_instance(
 
 
 @pytest.mark.asyncio
+async def test_a_conversation_is_named_by_header_or_body(gateway: RunningGateway) -> None:
+    sessions = gateway.router.sessions
+    await ask(gateway)
+    assert len(sessions) == 0
+    await ask(gateway, headers={"x-isthmus-session": "one"})
+    await ask(gateway, prompt_cache_key="one")
+    assert len(sessions) == 1
+    await ask(gateway, key="sk-acme", prompt_cache_key="one")
+    assert len(sessions) == 2
+    long = "x" * 257
+    for answer in (
+        await ask(gateway, headers={"x-isthmus-session": long}),
+        await ask(gateway, prompt_cache_key=long),
+    ):
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] in ("x-isthmus-session", "prompt_cache_key")
+    assert len(sessions) == 2
+
+
+@pytest.mark.asyncio
 async def test_outcomes_are_counted_by_class_and_tenant(gateway: RunningGateway) -> None:
     before = {name: counted(*name) for name in (("easy", "good"), ("hopeless", "both"))}
     before_offered = offered("easy"), offered("hopeless")

@@ -175,7 +175,7 @@ def test_links_are_known_by_their_class_until_they_have_been_measured() -> None:
     links = Links()
     near, far = make_info("p0", Role.PREFILL, node="a"), make_info("d0", Role.PREFILL, node="b")
     beside = make_info("d1", Role.PREFILL, node="a")
-    assert links.rates([near], [far])[0, 0] == FIRST_RATES[LinkClass.FAR]
+    assert links.rates([near], [far])[0, 0] == FIRST_RATES[LinkClass.ZONE]
     assert links.rates([near], [beside])[0, 0] == FIRST_RATES[LinkClass.NODE]
     before = links.version
     for _ in range(20):
@@ -184,6 +184,20 @@ def test_links_are_known_by_their_class_until_they_have_been_measured() -> None:
     assert links.version > before
     links.forget(near.instance_id)
     assert links.rates([near], [far])[0, 0] == pytest.approx(1e7)  # its class has learned too
+
+
+def test_a_link_between_zones_is_slower_than_one_inside_until_it_is_measured() -> None:
+    links = Links()
+    here = replace(make_info("p0", Role.PREFILL, node="a"), zone="east")
+    there = replace(make_info("d0", Role.DECODE, node="b"), zone="west")
+    beside = replace(make_info("d1", Role.DECODE, node="c"), zone="east")
+    assert links.rates([here], [there])[0, 0] == FIRST_RATES[LinkClass.FAR]
+    assert links.rates([here], [beside])[0, 0] == FIRST_RATES[LinkClass.ZONE]
+    for _ in range(20):
+        links.observe(here, there, 10**8, 10.0)
+    other = replace(make_info("d2", Role.DECODE, node="d"), zone="west")
+    assert links.rates([here], [other])[0, 0] == pytest.approx(1e7)
+    assert links.rates([here], [beside])[0, 0] == FIRST_RATES[LinkClass.ZONE]
 
 
 def test_tenants_share_by_weight_and_a_flood_delays_itself() -> None:
@@ -242,4 +256,4 @@ def test_what_an_instance_reports_of_its_links_counts_at_once_and_goes_with_it()
     links.reported(near, far, 5.1e5)  # not worth making tables anew
     assert links.version == before + 1
     links.forget(far.instance_id)
-    assert links.rates([near], [far])[0, 0] == FIRST_RATES[LinkClass.FAR]
+    assert links.rates([near], [far])[0, 0] == FIRST_RATES[LinkClass.ZONE]

@@ -33,6 +33,7 @@ def test_a_question_keeps_its_meaning() -> None:
         100,
         slo=Slo("gold", 100.0, 20.0, None, quantile=0.99, weight=2.0, is_strict=True),
         tenant="acme",
+        session="chat",
         hash_chains=(hashes_of(list(range(64))), ()),
         exclude=frozenset({InstanceId("p0"), InstanceId("p1")}),
         prefer_decode=InstanceId("d0"),
