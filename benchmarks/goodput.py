@@ -28,10 +28,10 @@ from isthmus.loadgen.plots import plot_rates
 from isthmus.loadgen.prompts import PromptMaker
 from isthmus.workload import Call, Mix, Share, parse_lengths
 
-# Prompt and answer lengths. The long mix is what disaggregation is for: a chunk of somebody's long
-# prompt beside every token of everybody else's answer.
+# Prompt and answer lengths. The long mix is what disaggregation is for: one prompt more beside an
+# answer takes longer than the whole answer may be delayed.
 MIXES = {
-    "long": Mix((Share(1.0, parse_lengths("256-768"), parse_lengths("16-48")),)),
+    "long": Mix((Share(1.0, parse_lengths("384-640"), parse_lengths("8-24")),)),
     "short": Mix((Share(1.0, parse_lengths("16-48"), parse_lengths("16-48")),)),
     "both": Mix(
         (
@@ -127,10 +127,10 @@ def rate_at(summaries: Sequence[Summary], enough: float) -> float:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--mix", choices=MIXES, default="long")
-    parser.add_argument("--rates", default="0.2,0.4,0.6,0.8", help="offered, requests/s")
+    parser.add_argument("--rates", default="0.2,0.3,0.4,0.5", help="offered, requests/s")
     parser.add_argument("--calls", type=int, default=40, help="of one run")
     parser.add_argument("--slack", type=float, default=3.0)
-    parser.add_argument("--sides", default="pair:goodput,mixed:goodput")
+    parser.add_argument("--sides", default="pair:goodput,mixed:goodput,mixed:round_robin")
     parser.add_argument("--ttft-ms", type=float, help="targets; default: measured")
     parser.add_argument("--tpot-ms", type=float)
     parser.add_argument("--seed", type=int, default=1)
