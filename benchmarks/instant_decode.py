@@ -15,7 +15,7 @@ import uvloop
 
 from isthmus.common.registry.base import instance_key
 from isthmus.common.registry.embedded import RegistryServer
-from isthmus.protos import convert
+from isthmus.protos.convert.instances import info_to_pb
 from tests.support.fake_decode import FakeDecode, Script
 
 
@@ -30,7 +30,7 @@ async def serve(cluster: str, model: str, token_ids: list[int]) -> None:
     registry = RegistryServer()
     await fake.start()
     address = await registry.start("127.0.0.1", 0)
-    record = convert.info_to_pb(fake.info).SerializeToString()
+    record = info_to_pb(fake.info).SerializeToString()
     await registry.registry.put(instance_key(cluster, fake.instance_id), record)
     print(json.dumps({"registry": address, "decode": fake.address}), flush=True)
     try:

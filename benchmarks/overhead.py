@@ -39,7 +39,7 @@ from isthmus.common.model_files import locate_model
 from isthmus.common.rpc import create_channel
 from isthmus.gateway.main import CONFIG_VARIABLE
 from isthmus.gateway.tokenizer import TextTokenizer, load_tokenizer
-from isthmus.protos.convert import info_from_pb
+from isthmus.protos.convert.instances import info_from_pb
 from isthmus.protos.v1 import instance_pb2, instance_pb2_grpc
 from tests.support.gateway_stub import GatewayStub, make_request
 

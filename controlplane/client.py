@@ -11,7 +11,7 @@ import grpc.aio
 
 from isthmus.common.cluster import InstanceInfo, LoadReport, Role
 from isthmus.common.rpc import create_channel, error_from_rpc
-from isthmus.protos.convert import info_from_pb, load_from_pb, role_from_pb, role_to_pb
+from isthmus.protos.convert.instances import info_from_pb, load_from_pb, role_from_pb, role_to_pb
 from isthmus.protos.v1 import control_pb2, control_pb2_grpc, instance_pb2, instance_pb2_grpc
 
 CALL_TIMEOUT_S = 3.0

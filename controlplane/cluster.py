@@ -51,7 +51,7 @@ from isthmus.controlplane.state_file import (
     write_state,
 )
 from isthmus.controlplane.supervised import SupervisedProcess
-from isthmus.protos.convert import info_from_pb
+from isthmus.protos.convert.instances import info_from_pb
 from isthmus.protos.v1 import common_pb2, control_pb2_grpc
 
 _TEND_PERIOD_S = 1.0

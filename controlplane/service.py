@@ -13,7 +13,7 @@ from isthmus.common.registry.routers import RouterRecord
 from isthmus.common.rpc import abort_with
 from isthmus.controlplane.front import Front
 from isthmus.controlplane.supervised import SupervisedProcess
-from isthmus.protos.convert import info_to_pb, role_from_pb, role_to_pb
+from isthmus.protos.convert.instances import info_to_pb, role_from_pb, role_to_pb
 from isthmus.protos.v1 import control_pb2 as pb
 from isthmus.protos.v1 import control_pb2_grpc
 

@@ -23,15 +23,11 @@ from isthmus.common.rpc import create_channel, error_from_rpc
 from isthmus.common.transfer import TransferTicket
 from isthmus.common.types import InstanceRef, Request
 from isthmus.kvtransfer.manager import TransferManager
-from isthmus.protos.convert import (
-    info_from_pb,
-    ms_left,
-    offer_from_pb,
-    offer_to_pb,
-    request_to_pb,
-    ticket_to_pb,
-)
-from isthmus.protos.convert_prefill import update_from_pb
+from isthmus.protos.convert.instances import info_from_pb
+from isthmus.protos.convert.prefill import update_from_pb
+from isthmus.protos.convert.requests import request_to_pb
+from isthmus.protos.convert.times import ms_left
+from isthmus.protos.convert.transfers import offer_from_pb, offer_to_pb, ticket_to_pb
 from isthmus.protos.v1 import (
     instance_pb2,
     instance_pb2_grpc,

@@ -19,9 +19,9 @@ from isthmus.decode_worker.events import (
     TokenDelta,
 )
 from isthmus.decode_worker.worker import DecodeWorker
-from isthmus.protos.convert import (
-    decision_from_pb,
-    error_to_pb,
+from isthmus.protos.convert.decisions import decision_from_pb
+from isthmus.protos.convert.errors import error_to_pb
+from isthmus.protos.convert.requests import (
     finish_reason_to_pb,
     logprob_to_pb,
     request_from_pb,

@@ -30,7 +30,15 @@ from isthmus.common.types import (
     TokenLogprob,
     Usage,
 )
-from isthmus.protos import convert
+from isthmus.protos.convert.decisions import decision_to_pb
+from isthmus.protos.convert.errors import error_from_pb
+from isthmus.protos.convert.requests import (
+    finish_reason_from_pb,
+    logprob_from_pb,
+    request_to_pb,
+    timeline_from_pb,
+    usage_from_pb,
+)
 from isthmus.protos.v1 import decode_pb2 as pb
 from isthmus.protos.v1 import decode_pb2_grpc
 
@@ -53,10 +61,10 @@ class GenerationEnd:
     )
 
     def __init__(self, message: pb.Finished) -> None:
-        self.reason = convert.finish_reason_from_pb(message.reason) or FinishReason.ERROR
+        self.reason = finish_reason_from_pb(message.reason) or FinishReason.ERROR
         self.stop_token_id = message.stop_token_id if message.HasField("stop_token_id") else None
-        self.usage: Usage = convert.usage_from_pb(message.usage)
-        self.timeline: Timeline = convert.timeline_from_pb(message.timeline)
+        self.usage: Usage = usage_from_pb(message.usage)
+        self.timeline: Timeline = timeline_from_pb(message.timeline)
         self.local_reason = _LOCAL_REASONS.get(message.local_reason, LocalPrefillReason.NONE)
         self.transferred_bytes = message.transferred_bytes
         self.failed_prefills = [InstanceId(name) for name in message.failed_prefills]
@@ -183,9 +191,7 @@ class _Stream:
         if not self._sinks:
             self._last_message_ns = self._clock.monotonic_ns()
         self._sinks[request.request_id] = sink
-        message = pb.Submit(
-            request=convert.request_to_pb(request), decision=convert.decision_to_pb(decision)
-        )
+        message = pb.Submit(request=request_to_pb(request), decision=decision_to_pb(decision))
         self._outgoing.put_nowait(pb.GenerateRequest(submit=message))
 
     def abort(self, request_id: RequestId, reason: str) -> None:
@@ -269,17 +275,17 @@ class _Stream:
     ) -> None:
         try:
             if isinstance(message, pb.TokenDelta):
-                logprobs = [convert.logprob_from_pb(item) for item in message.logprobs]
-                of_prompt = [convert.logprob_from_pb(item) for item in message.prompt_logprobs]
+                logprobs = [logprob_from_pb(item) for item in message.logprobs]
+                of_prompt = [logprob_from_pb(item) for item in message.prompt_logprobs]
                 if message.HasField("timeline"):
-                    sink.on_timeline(convert.timeline_from_pb(message.timeline))
+                    sink.on_timeline(timeline_from_pb(message.timeline))
                 sink.on_tokens(message.token_ids, logprobs, of_prompt)
             elif isinstance(message, pb.Started):
                 sink.on_started(message.num_cached_tokens, message.failed_prefills)
             elif isinstance(message, pb.Finished):
                 sink.on_finished(GenerationEnd(message))
             else:
-                sink.on_failed(convert.error_from_pb(message.error), message.failed_instance)
+                sink.on_failed(error_from_pb(message.error), message.failed_instance)
         except Exception as error:  # noqa: BLE001 (one request's fault must not end the others)
             self._log.exception("request failed in the gateway", request_id=message.request_id)
             self._sinks.pop(message.request_id, None)

@@ -14,7 +14,7 @@ from isthmus.common.errors import InstanceLostError
 from isthmus.common.registry.routers import RouterRecord
 from isthmus.common.rpc import create_channel, error_from_rpc
 from isthmus.common.types import RouteDecision
-from isthmus.protos.convert import decision_from_pb
+from isthmus.protos.convert.decisions import decision_from_pb
 from isthmus.protos.v1 import router_pb2 as pb
 from isthmus.protos.v1 import router_pb2_grpc
 

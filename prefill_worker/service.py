@@ -11,8 +11,9 @@ from isthmus.common.errors import IsthmusError
 from isthmus.common.ids import TransferId
 from isthmus.common.prefill import PrefillFailed
 from isthmus.prefill_worker.worker import PrefillWorker
-from isthmus.protos.convert import request_from_pb, ticket_from_pb
-from isthmus.protos.convert_prefill import update_to_pb
+from isthmus.protos.convert.prefill import update_to_pb
+from isthmus.protos.convert.requests import request_from_pb
+from isthmus.protos.convert.transfers import ticket_from_pb
 from isthmus.protos.v1 import prefill_pb2 as pb
 from isthmus.protos.v1 import prefill_pb2_grpc
 

@@ -30,7 +30,8 @@ from isthmus.common.ids import InstanceId
 from isthmus.common.logging import RateLimitedLog, get_logger
 from isthmus.common.registry import Registry, WatchEvent, instances_prefix, resume_watch
 from isthmus.common.rpc import create_channel
-from isthmus.protos.convert import info_from_pb, kv_batch_from_pb, load_from_pb
+from isthmus.protos.convert.instances import info_from_pb, load_from_pb
+from isthmus.protos.convert.kv_events import kv_batch_from_pb
 from isthmus.protos.v1 import common_pb2, instance_pb2, instance_pb2_grpc
 from isthmus.router.kv_index import ApplyResult
 from isthmus.router.state import RouterState

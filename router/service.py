@@ -19,7 +19,7 @@ from isthmus.common.errors import IsthmusError, StaleEpochError
 from isthmus.common.ids import DecisionId, InstanceId, RequestId
 from isthmus.common.rpc import abort_with
 from isthmus.common.types import RouteDecision
-from isthmus.protos.convert import decision_to_pb
+from isthmus.protos.convert.decisions import decision_to_pb
 from isthmus.protos.v1 import router_pb2 as pb
 from isthmus.protos.v1 import router_pb2_grpc
 from isthmus.router.driver import RouterDriver

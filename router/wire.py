@@ -12,19 +12,11 @@ import time
 from isthmus.common.clock import NS_PER_MS
 from isthmus.common.errors import ErrorDetail
 from isthmus.common.ids import BlockHash, HashChain, InstanceId, RequestId
-from isthmus.protos.convert import (
-    HASH_BYTES,
-    decision_from_pb,
-    decision_to_pb,
-    error_from_pb,
-    error_to_pb,
-    instant_after,
-    ms_left,
-    slo_from_pb,
-    slo_to_pb,
-    timeline_from_pb,
-    timeline_to_pb,
-)
+from isthmus.protos.convert.decisions import decision_from_pb, decision_to_pb
+from isthmus.protos.convert.errors import error_from_pb, error_to_pb
+from isthmus.protos.convert.kv_events import HASH_BYTES
+from isthmus.protos.convert.requests import slo_from_pb, slo_to_pb, timeline_from_pb, timeline_to_pb
+from isthmus.protos.convert.times import instant_after, ms_left
 from isthmus.protos.v1 import router_pb2 as pb
 from isthmus.router.admission import FilterReason
 from isthmus.router.explain import DecisionRecord, ExplainedCandidate

@@ -17,7 +17,7 @@ from isthmus.common.cluster import InstanceInfo
 from isthmus.common.errors import InstanceLostError, IsthmusError, StaleEpochError
 from isthmus.common.logging import RateLimitedLog, get_logger
 from isthmus.common.registry import Entry, Registry, epoch_key, instance_key
-from isthmus.protos.convert import info_to_pb
+from isthmus.protos.convert.instances import info_to_pb
 from isthmus.worker.wakeup import wait_for_event
 
 _CLOSE_TIMEOUT_S = 1.0

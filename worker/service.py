@@ -13,14 +13,9 @@ from isthmus.common.cluster import InstanceState
 from isthmus.common.errors import HandshakeError, IsthmusError
 from isthmus.common.logging import get_logger
 from isthmus.common.rpc import abort_with
-from isthmus.protos.convert import (
-    info_to_pb,
-    kv_batch_to_pb,
-    load_to_pb,
-    offer_from_pb,
-    offer_to_pb,
-    state_to_pb,
-)
+from isthmus.protos.convert.instances import info_to_pb, load_to_pb, state_to_pb
+from isthmus.protos.convert.kv_events import kv_batch_to_pb
+from isthmus.protos.convert.transfers import offer_from_pb, offer_to_pb
 from isthmus.protos.v1 import instance_pb2 as pb
 from isthmus.protos.v1 import instance_pb2_grpc, transfer_pb2, transfer_pb2_grpc
 from isthmus.worker.lifecycle import StopRequest

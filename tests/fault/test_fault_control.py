@@ -21,7 +21,8 @@ from isthmus.common.transfer import (
     TransferTicket,
 )
 from isthmus.common.types import InstanceRef
-from isthmus.protos import convert
+from isthmus.protos.convert.requests import request_to_pb
+from isthmus.protos.convert.transfers import offer_to_pb, ticket_to_pb
 from isthmus.protos.v1 import prefill_pb2, prefill_pb2_grpc, transfer_pb2, transfer_pb2_grpc
 from tests.support.engine_driver import make_prompt
 from tests.support.gateway_stub import check_integrity, make_request
@@ -168,7 +169,7 @@ async def check_refused(running: Serving, old: InstanceRef, new: InstanceRef) ->
         deadline_ns=request.deadline_ns,
     )
     message = prefill_pb2.PrefillRequest(
-        request=convert.request_to_pb(request), ticket=convert.ticket_to_pb(ticket)
+        request=request_to_pb(request), ticket=ticket_to_pb(ticket)
     )
     async with create_channel(new.address) as channel:
         stub = prefill_pb2_grpc.PrefillServiceStub(channel)
@@ -180,7 +181,7 @@ async def check_refused(running: Serving, old: InstanceRef, new: InstanceRef) ->
     connectors = (ConnectorOffer("nixl", b"an old agent"),)
     rank = RankEndpoint(0, connectors, 4096, num_bytes, decode.num_blocks, layout)
     offer = TransferOffer(PROTOCOL_VERSION, layout.compat_hash, old, (rank,))
-    stale = transfer_pb2.HandshakeRequest(offer=convert.offer_to_pb(offer))
+    stale = transfer_pb2.HandshakeRequest(offer=offer_to_pb(offer))
     async with create_channel(decode.address) as channel:
         stub = transfer_pb2_grpc.TransferServiceStub(channel)
         with pytest.raises(grpc.aio.AioRpcError) as refused:

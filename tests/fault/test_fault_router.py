@@ -19,7 +19,7 @@ from isthmus.common.registry.embedded import EmbeddedRegistryClient, RegistrySer
 from isthmus.gateway.main import GatewayArgs
 from isthmus.gateway.remote_router import FALLBACK_PREFIX, RemoteDecider
 from isthmus.gateway.routing import Routing
-from isthmus.protos.convert import info_to_pb
+from isthmus.protos.convert.instances import info_to_pb
 from tests.support.fake_decode import FakeDecode, Script
 from tests.support.gateway_server import RunningGateway, served
 from tests.support.poll import poll_until

@@ -16,7 +16,7 @@ import pytest
 from isthmus.common.config import ClusterConfig, GatewayConfig, ModelConfig
 from isthmus.common.registry.base import instance_key
 from isthmus.common.registry.embedded import EmbeddedRegistryClient, RegistryServer
-from isthmus.protos import convert
+from isthmus.protos.convert.instances import info_to_pb
 from tests.support.fake_decode import FakeDecode, Script
 from tests.support.tiny_tokenizer import write_tiny_model
 
@@ -63,7 +63,7 @@ async def test_it_serves_what_is_registered_and_finishes_streams_before_it_ends(
         async with gateway_process(tmp_path, address, free_port) as process:
             async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{free_port}") as client:
                 assert await status(client, "/ready", 503) == 503
-                record = convert.info_to_pb(fake.info).SerializeToString()
+                record = info_to_pb(fake.info).SerializeToString()
                 await registry.put(instance_key("isthmus", fake.instance_id), record)
                 assert await status(client, "/ready", 200) == 200
                 body = {"model": "tiny", "prompt": "x", "stream": True}

@@ -18,7 +18,7 @@ from isthmus.common.metrics import CORRUPT_BLOCKS, PREFILL_FAILURES
 from isthmus.common.rpc import create_channel
 from isthmus.common.types import InstanceRef
 from isthmus.decode_worker.prefill_client import PrefillClient
-from isthmus.protos import convert
+from isthmus.protos.convert.requests import request_to_pb
 from isthmus.protos.v1 import prefill_pb2, prefill_pb2_grpc
 from isthmus.worker.lifecycle import ExitCode
 from tests.support.engine_driver import make_prompt
@@ -530,7 +530,7 @@ async def test_a_transfer_that_was_ended_before_it_arrived_is_refused() -> None:
         stub = prefill_pb2_grpc.PrefillServiceStub(channel)
         reply = await stub.Abort(prefill_pb2.AbortRequest(transfer_id=b"x" * 16), timeout=60)
         assert reply.quiesced
-        message = prefill_pb2.PrefillRequest(request=convert.request_to_pb(make_request(PROMPT)))
+        message = prefill_pb2.PrefillRequest(request=request_to_pb(make_request(PROMPT)))
         message.ticket.transfer_id = b"x" * 16
         updates = [update async for update in stub.Prefill(message, timeout=60)]
         assert [update.WhichOneof("update") for update in updates] == ["failed"]

@@ -17,7 +17,8 @@ from isthmus.common.errors import HandshakeError, LayoutMismatchError
 from isthmus.common.kv_events import BlocksStored
 from isthmus.common.rpc import create_channel, error_from_rpc
 from isthmus.common.transfer import PROTOCOL_VERSION
-from isthmus.protos import convert
+from isthmus.protos.convert.instances import info_from_pb, layout_to_pb, load_from_pb, ref_to_pb
+from isthmus.protos.convert.kv_events import kv_batch_from_pb
 from isthmus.protos.v1 import (
     common_pb2,
     instance_pb2,
@@ -52,7 +53,7 @@ async def test_the_record_in_the_registry_is_what_the_worker_says_of_itself() ->
     async with start_mixed() as (_, worker, channel):
         stub = instance_pb2_grpc.InstanceServiceStub(channel)
         reply = await stub.GetInfo(instance_pb2.GetInfoRequest(), timeout=60)
-        info = convert.info_from_pb(reply.info)
+        info = info_from_pb(reply.info)
         assert info == worker.info
         assert (info.role, info.state, info.epoch) == (Role.MIXED, InstanceState.READY, 1)
         assert worker.engine is not None
@@ -69,7 +70,7 @@ async def test_load_is_streamed_when_it_changes() -> None:
         async def watch() -> None:
             call = stub.WatchLoad(instance_pb2.WatchLoadRequest(interval_ms=10))
             async for message in call:
-                reports.append(convert.load_from_pb(message.report))  # noqa: PERF401 (no end)
+                reports.append(load_from_pb(message.report))  # noqa: PERF401 (no end)
 
         watcher = asyncio.create_task(watch())
         assert worker.info is not None
@@ -97,7 +98,7 @@ async def test_kv_events_begin_with_a_snapshot_and_go_on_without_gaps() -> None:
         async def watch() -> None:
             call = stub.WatchKvEvents(instance_pb2.WatchKvEventsRequest(epoch=1, from_seq=0))
             async for message in call:
-                batches.append(convert.kv_batch_from_pb(message.batch))  # noqa: PERF401 (no end)
+                batches.append(kv_batch_from_pb(message.batch))  # noqa: PERF401 (no end)
 
         assert worker.info is not None
         async with GatewayStub(worker.info) as gateway:
@@ -180,10 +181,8 @@ async def test_a_handshake_with_another_layout_is_refused_by_name() -> None:
             offer = transfer_pb2.TransferOffer(
                 protocol_version=PROTOCOL_VERSION,
                 layout_hash=other.info.kv_layout.compat_hash,
-                instance=convert.ref_to_pb(other.info.ref),
-                ranks=[
-                    transfer_pb2.RankEndpoint(layout=convert.layout_to_pb(other.info.kv_layout))
-                ],
+                instance=ref_to_pb(other.info.ref),
+                ranks=[transfer_pb2.RankEndpoint(layout=layout_to_pb(other.info.kv_layout))],
             )
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await stub.Handshake(transfer_pb2.HandshakeRequest(offer=offer), timeout=60)

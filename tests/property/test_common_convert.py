@@ -16,7 +16,8 @@ from isthmus.common.cluster import (
 from isthmus.common.ids import BlockHash, InstanceId
 from isthmus.common.kv_events import BlocksRemoved, BlocksStored, CacheCleared, KvEventBatch
 from isthmus.common.kv_layout import KvLayout
-from isthmus.protos import convert
+from isthmus.protos.convert.instances import info_from_pb, info_to_pb, load_from_pb, load_to_pb
+from isthmus.protos.convert.kv_events import kv_batch_from_pb, kv_batch_to_pb
 from isthmus.protos.v1 import common_pb2 as pb
 
 FIGURE = st.floats(0, 1e6)
@@ -86,20 +87,20 @@ LOADS = st.builds(
 
 @given(INFOS)
 def test_instance_record_survives(info: InstanceInfo) -> None:
-    data = convert.info_to_pb(info).SerializeToString()
-    assert convert.info_from_pb(pb.InstanceInfo.FromString(data)) == info
+    data = info_to_pb(info).SerializeToString()
+    assert info_from_pb(pb.InstanceInfo.FromString(data)) == info
 
 
 @given(LOADS)
 def test_load_report_survives(load: LoadReport) -> None:
-    data = convert.load_to_pb(load).SerializeToString()
-    assert convert.load_from_pb(pb.LoadReport.FromString(data)) == load
+    data = load_to_pb(load).SerializeToString()
+    assert load_from_pb(pb.LoadReport.FromString(data)) == load
 
 
 @given(EVENTS, COUNT, st.booleans())
 def test_cache_events_survive(events: tuple[object, ...], first_seq: int, snapshot: bool) -> None:
     batch = KvEventBatch(InstanceId("i"), 3, first_seq, events, snapshot)  # type: ignore[arg-type]
-    data = convert.kv_batch_to_pb(batch).SerializeToString()
-    back = convert.kv_batch_from_pb(pb.KvEventBatch.FromString(data))
+    data = kv_batch_to_pb(batch).SerializeToString()
+    back = kv_batch_from_pb(pb.KvEventBatch.FromString(data))
     assert back == batch
     assert back.next_seq == first_seq + len(events)

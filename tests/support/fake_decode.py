@@ -21,7 +21,9 @@ from isthmus.common.ids import InstanceId
 from isthmus.common.kv_layout import KvLayout
 from isthmus.common.rpc import bind, create_server
 from isthmus.common.timeline import Event, Timeline
-from isthmus.protos import convert
+from isthmus.protos.convert.errors import error_to_pb
+from isthmus.protos.convert.instances import info_to_pb, load_to_pb
+from isthmus.protos.convert.requests import timeline_to_pb
 from isthmus.protos.v1 import (
     common_pb2,
     decode_pb2,
@@ -194,7 +196,7 @@ class _DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
                 num_output_tokens=len(token_ids),
                 num_cached_tokens=script.num_cached_tokens,
             ),
-            timeline=convert.timeline_to_pb(
+            timeline=timeline_to_pb(
                 Timeline(
                     {
                         event: request.arrival_unix_ns + milliseconds * NS_PER_MS
@@ -217,7 +219,7 @@ class _InstanceServicer(instance_pb2_grpc.InstanceServiceServicer):
     async def GetInfo(  # noqa: N802
         self, request: instance_pb2.GetInfoRequest, context: grpc.aio.ServicerContext
     ) -> instance_pb2.GetInfoResponse:
-        return instance_pb2.GetInfoResponse(info=convert.info_to_pb(self._fake.info))
+        return instance_pb2.GetInfoResponse(info=info_to_pb(self._fake.info))
 
     async def WatchLoad(  # noqa: N802
         self, request: instance_pb2.WatchLoadRequest, context: grpc.aio.ServicerContext
@@ -226,7 +228,7 @@ class _InstanceServicer(instance_pb2_grpc.InstanceServiceServicer):
         while True:
             seq += 1
             report = replace(self._fake.load_report(), seq=seq)
-            yield instance_pb2.WatchLoadResponse(report=convert.load_to_pb(report))
+            yield instance_pb2.WatchLoadResponse(report=load_to_pb(report))
             await asyncio.sleep(max(request.interval_ms / 1000, self._fake.report_period_s))
 
     async def WatchKvEvents(  # noqa: N802
@@ -244,7 +246,7 @@ def _failed(name: str, script: Script) -> decode_pb2.GenerateResponse:
     assert script.error is not None
     failed = decode_pb2.Failed(
         request_id=name,
-        error=convert.error_to_pb(script.error),
+        error=error_to_pb(script.error),
         failed_instance=script.failed_instance,
     )
     return decode_pb2.GenerateResponse(failed=[failed])
@@ -257,7 +259,7 @@ def _delta(
     delta = decode_pb2.TokenDelta(request_id=request.request_id, token_ids=token_ids)
     if is_first:
         happened = Timeline({Event.PREFILLED: request.arrival_unix_ns + 1_000_000})
-        delta.timeline.CopyFrom(convert.timeline_to_pb(happened))
+        delta.timeline.CopyFrom(timeline_to_pb(happened))
     if sampling.HasField("logprobs"):
         delta.logprobs.extend(_logprob(token, sampling.logprobs) for token in token_ids)
     if sampling.HasField("prompt_logprobs") and is_first:

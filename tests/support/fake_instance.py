@@ -20,7 +20,8 @@ from isthmus.common.kv_events import (
 )
 from isthmus.common.registry import Registry, instance_key
 from isthmus.common.rpc import bind, create_server
-from isthmus.protos.convert import info_to_pb, kv_batch_to_pb, load_to_pb
+from isthmus.protos.convert.instances import info_to_pb, load_to_pb
+from isthmus.protos.convert.kv_events import kv_batch_to_pb
 from isthmus.protos.v1 import instance_pb2, instance_pb2_grpc
 
 

@@ -18,7 +18,8 @@ from isthmus.common.types import (
     RouteDecision,
     SamplingParams,
 )
-from isthmus.protos import convert
+from isthmus.protos.convert.decisions import decision_to_pb
+from isthmus.protos.convert.requests import request_to_pb
 from isthmus.protos.v1 import (
     common_pb2,
     decode_pb2,
@@ -148,7 +149,7 @@ class GatewayStub:
         answer = self.answers[request.request_id] = Answer(request)
         decision = decide(self.decode, prefill, request.request_id, alternate)
         submit = decode_pb2.Submit(
-            request=convert.request_to_pb(request), decision=convert.decision_to_pb(decision)
+            request=request_to_pb(request), decision=decision_to_pb(decision)
         )
         await self._write(decode_pb2.GenerateRequest(submit=submit))
         return answer

@@ -19,7 +19,7 @@ from isthmus.common.registry.embedded import RegistryServer
 from isthmus.decode_worker.main import build_role as build_decode
 from isthmus.engine.core import EngineCore
 from isthmus.prefill_worker.main import build_role as build_prefill
-from isthmus.protos import convert
+from isthmus.protos.convert.instances import info_from_pb
 from isthmus.protos.v1 import common_pb2
 from isthmus.worker.lifecycle import ExitCode, StopRequest
 from isthmus.worker.process import load_engine, run_worker
@@ -180,7 +180,7 @@ class LocalCluster:
 
     async def find(self, instance_id: str) -> InstanceInfo | None:
         for entry in await self.registry.registry.get(instances_prefix(self.config.name)):
-            info = convert.info_from_pb(common_pb2.InstanceInfo.FromString(entry.value))
+            info = info_from_pb(common_pb2.InstanceInfo.FromString(entry.value))
             if info.instance_id == instance_id:
                 return info
         return None

@@ -13,7 +13,7 @@ from isthmus.common.cluster import InstanceInfo
 from isthmus.common.registry import instances_prefix
 from isthmus.common.registry.base import Registry, WatchEvent
 from isthmus.common.registry.embedded import RegistryServer
-from isthmus.protos import convert
+from isthmus.protos.convert.instances import info_from_pb, info_to_pb
 from isthmus.protos.v1 import common_pb2
 from tests.support.fault_proxy import FaultProxy
 
@@ -64,9 +64,9 @@ class ProxiedRegistry:
         if event.entry is None:
             await self._server.registry.delete(event.key)
             return
-        info = convert.info_from_pb(common_pb2.InstanceInfo.FromString(event.entry.value))
+        info = info_from_pb(common_pb2.InstanceInfo.FromString(event.entry.value))
         shown = replace(info, address=await self._proxy(info))
-        record = convert.info_to_pb(shown).SerializeToString()
+        record = info_to_pb(shown).SerializeToString()
         await self._server.registry.put(event.key, record)
 
     async def _proxy(self, info: InstanceInfo) -> str:

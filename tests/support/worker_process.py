@@ -24,7 +24,7 @@ from isthmus.common.cluster import InstanceInfo, InstanceState, Role
 from isthmus.common.config import ClusterConfig
 from isthmus.common.registry import instances_prefix
 from isthmus.common.registry.embedded import RegistryServer
-from isthmus.protos import convert
+from isthmus.protos.convert.instances import info_from_pb
 from isthmus.protos.v1 import common_pb2
 from tests.support.poll import poll_until
 
@@ -210,7 +210,7 @@ class WorkerCluster:
 
     async def find(self, instance_id: str) -> InstanceInfo | None:
         for entry in await self.registry.registry.get(instances_prefix(self.config.name)):
-            info = convert.info_from_pb(common_pb2.InstanceInfo.FromString(entry.value))
+            info = info_from_pb(common_pb2.InstanceInfo.FromString(entry.value))
             if info.instance_id == instance_id:
                 return info
         return None

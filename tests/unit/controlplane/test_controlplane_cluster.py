@@ -22,7 +22,7 @@ from isthmus.controlplane import client
 from isthmus.controlplane.cluster import Cluster
 from isthmus.controlplane.progress import Progress, ReadyCluster
 from isthmus.controlplane.state_file import ClusterState, find_running
-from isthmus.protos.convert import info_to_pb
+from isthmus.protos.convert.instances import info_to_pb
 from tests.support.fake_actuator import FakeActuator
 from tests.support.poll import poll_until
 

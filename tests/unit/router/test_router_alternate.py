@@ -6,7 +6,7 @@ import pytest
 
 from isthmus.common.cluster import Role
 from isthmus.common.ids import InstanceId
-from isthmus.protos.convert import decision_from_pb, decision_to_pb
+from isthmus.protos.convert.decisions import decision_from_pb, decision_to_pb
 from tests.support.router_cluster import Cluster, make_query
 
 

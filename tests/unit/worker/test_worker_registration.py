@@ -8,7 +8,7 @@ import pytest
 from isthmus.common.cluster import InstanceInfo, InstanceState, Role
 from isthmus.common.errors import InstanceLostError
 from isthmus.common.registry import MemoryRegistry, epoch_key, instance_key
-from isthmus.protos.convert import info_from_pb
+from isthmus.protos.convert.instances import info_from_pb
 from isthmus.protos.v1 import common_pb2
 from isthmus.worker.registration import Registration, claim_epoch
 from tests.support.poll import poll_until

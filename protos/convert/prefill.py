@@ -12,18 +12,16 @@ from isthmus.common.prefill import (
     PrefillPrefixWanted,
     PrefillUpdate,
 )
-from isthmus.protos.convert import (
-    error_from_pb,
-    error_to_pb,
+from isthmus.protos.convert.errors import error_from_pb, error_to_pb
+from isthmus.protos.convert.requests import (
     finish_reason_from_pb,
     finish_reason_to_pb,
     logprob_from_pb,
     logprob_to_pb,
-    ticket_from_pb,
-    ticket_to_pb,
     timeline_from_pb,
     timeline_to_pb,
 )
+from isthmus.protos.convert.transfers import ticket_from_pb, ticket_to_pb
 from isthmus.protos.v1 import prefill_pb2 as pb
 
 

@@ -1,0 +1,52 @@
+"""What a router has decided."""
+
+from __future__ import annotations
+
+from isthmus.common.ids import DecisionId, RequestId
+from isthmus.common.types import LocalPrefillReason, RouteAction, RouteDecision
+from isthmus.protos.convert.instances import ref_from_pb, ref_to_pb
+from isthmus.protos.convert.times import instant_after, ms_left
+from isthmus.protos.v1 import router_pb2
+
+_ACTION_TO_PB = {
+    RouteAction.ADMIT: router_pb2.ROUTE_ACTION_ADMIT,
+    RouteAction.QUEUE: router_pb2.ROUTE_ACTION_QUEUE,
+    RouteAction.DEGRADE: router_pb2.ROUTE_ACTION_DEGRADE,
+}
+_ACTION_FROM_PB = {value: key for key, value in _ACTION_TO_PB.items()}
+
+
+def decision_to_pb(decision: RouteDecision) -> router_pb2.RouteDecision:
+    return router_pb2.RouteDecision(
+        decision_id=decision.decision_id,
+        request_id=decision.request_id,
+        action=_ACTION_TO_PB[decision.action],
+        decode=ref_to_pb(decision.decode) if decision.decode else None,
+        prefill=ref_to_pb(decision.prefill) if decision.prefill else None,
+        alternate=ref_to_pb(decision.alternate) if decision.alternate else None,
+        local_reason=decision.local_reason.value,
+        cached_tokens=decision.cached_tokens,
+        predicted_ttft_ms=decision.predicted_ttft_ms,
+        predicted_tpot_ms=decision.predicted_tpot_ms,
+        policy=decision.policy,
+        reason=decision.reason,
+        ttl_ms=ms_left(decision.expires_ns),
+    )
+
+
+def decision_from_pb(message: router_pb2.RouteDecision) -> RouteDecision:
+    return RouteDecision(
+        decision_id=DecisionId(message.decision_id),
+        request_id=RequestId(message.request_id),
+        action=_ACTION_FROM_PB[message.action],
+        decode=ref_from_pb(message.decode) if message.HasField("decode") else None,
+        prefill=ref_from_pb(message.prefill) if message.HasField("prefill") else None,
+        alternate=ref_from_pb(message.alternate) if message.HasField("alternate") else None,
+        local_reason=LocalPrefillReason(message.local_reason or "none"),
+        cached_tokens=message.cached_tokens,
+        predicted_ttft_ms=message.predicted_ttft_ms,
+        predicted_tpot_ms=message.predicted_tpot_ms,
+        policy=message.policy,
+        reason=message.reason,
+        expires_ns=instant_after(message.ttl_ms),
+    )

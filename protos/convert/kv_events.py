@@ -1,0 +1,59 @@
+"""Changes of a prefix cache."""
+
+from __future__ import annotations
+
+from isthmus.common.ids import BlockHash, InstanceId
+from isthmus.common.kv_events import (
+    BlocksRemoved,
+    BlocksStored,
+    CacheCleared,
+    KvEvent,
+    KvEventBatch,
+)
+from isthmus.protos.v1 import common_pb2 as pb
+
+HASH_BYTES = 16
+
+
+def split_hashes(data: bytes) -> tuple[BlockHash, ...]:
+    return tuple(
+        BlockHash(data[start : start + HASH_BYTES]) for start in range(0, len(data), HASH_BYTES)
+    )
+
+
+def kv_batch_to_pb(batch: KvEventBatch) -> pb.KvEventBatch:
+    return pb.KvEventBatch(
+        instance_id=batch.instance_id,
+        epoch=batch.epoch,
+        first_seq=batch.first_seq,
+        events=[_kv_event_to_pb(event) for event in batch.events],
+        is_snapshot=batch.is_snapshot,
+    )
+
+
+def _kv_event_to_pb(event: KvEvent) -> pb.KvEvent:
+    match event:
+        case BlocksStored(hashes):
+            return pb.KvEvent(kind=pb.KvEvent.KIND_STORED, hashes=b"".join(hashes))
+        case BlocksRemoved(hashes):
+            return pb.KvEvent(kind=pb.KvEvent.KIND_REMOVED, hashes=b"".join(hashes))
+        case CacheCleared():
+            return pb.KvEvent(kind=pb.KvEvent.KIND_CLEARED)
+
+
+def kv_batch_from_pb(message: pb.KvEventBatch) -> KvEventBatch:
+    return KvEventBatch(
+        instance_id=InstanceId(message.instance_id),
+        epoch=message.epoch,
+        first_seq=message.first_seq,
+        events=tuple(_kv_event_from_pb(event) for event in message.events),
+        is_snapshot=message.is_snapshot,
+    )
+
+
+def _kv_event_from_pb(message: pb.KvEvent) -> KvEvent:
+    if message.kind == pb.KvEvent.KIND_STORED:
+        return BlocksStored(split_hashes(message.hashes))
+    if message.kind == pb.KvEvent.KIND_REMOVED:
+        return BlocksRemoved(split_hashes(message.hashes))
+    return CacheCleared()
