@@ -2,13 +2,14 @@
 
 One token budget a step, in this order:
 
-1. running sequences with one token left (decodes), oldest first. A newcomer enters only when all
-   who run have got a token, so the batch never outgrows the budget and every decode gets its token
-   in every step, whatever prompts are waiting;
-2. running sequences with more (chunks of prompts), oldest first, as far as the budget goes;
-3. newcomers, first come first served: waiting ones, and ones whose KV a peer has computed, which
-   own blocks and lack only a place in the batch. A waiting one that does not fit stops the line
-   behind it, so nobody is overtaken for ever; preempted sequences stand at its head.
+1. running sequences with one token left (decodes), oldest first. The batch never outgrows the
+   budget, so every decode gets its token in every step, whatever prompts are waiting;
+2. newcomers whose KV a peer has computed: they own blocks, take one token each, and their client
+   has the first token already. Behind the chunks they would wait for whole prompts;
+3. running sequences with more (chunks of prompts), oldest first, as far as the budget goes;
+4. waiting newcomers, first come first served. One that does not fit stops the line behind it, so
+   nobody is overtaken for ever; preempted sequences stand at its head. Of places in the batch the
+   last free one goes to the older of the two kinds of newcomers.
 
 A sequence gets the blocks of all its tokens when it enters the batch; later only decodes grow. When
 no block is left for one, the youngest preemptible sequence gives up its blocks and recomputes
@@ -96,7 +97,7 @@ class Scheduler:
         in flight."""
         self._can_preempt = can_preempt
         try:
-            decodes = self._schedule_decodes()
+            decodes = [*self._schedule_decodes(), *self._enter_arrived()]
             budget = self._token_budget - len(decodes)
             chunks: list[tuple[Sequence, int]] = []
             for sequence in self._running if len(decodes) < len(self._running) else ():
@@ -176,12 +177,28 @@ class Scheduler:
         self._waiting.appendleft(victim)
         self._num_preempted += 1
 
-    def _enter_next(self) -> Sequence | None:
-        """The older of the two queues' heads, or the other one when that does not fit."""
-        waiting_first = bool(self._waiting) and (
+    def _enter_arrived(self) -> list[Sequence]:
+        """Those with KV that may go before the chunks of prompts. While there is a token for each
+        who runs, chunks advance, too."""
+        entered: list[Sequence] = []
+        room = min(self._token_budget, self._max_num_seqs) - len(self._running)
+        while self._with_kv and room > (1 if self._is_waiting_first() else 0):
+            sequence = self._enter_with_kv()
+            if sequence is None:
+                break
+            entered.append(sequence)
+            room -= 1
+        return entered
+
+    def _is_waiting_first(self) -> bool:
+        """Whether the waiting queue's head is the older one."""
+        return bool(self._waiting) and (
             not self._with_kv or self._waiting[0].added_ns <= self._with_kv[0].added_ns
         )
-        if waiting_first:
+
+    def _enter_next(self) -> Sequence | None:
+        """The older of the two queues' heads, or the other one when that does not fit."""
+        if self._is_waiting_first():
             return self._enter_waiting() or self._enter_with_kv()
         return self._enter_with_kv() or self._enter_waiting()
 

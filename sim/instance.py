@@ -1,10 +1,11 @@
 """A simulated instance: the engine's scheduler on counts instead of tensors.
 
-It follows ``isthmus.engine.scheduler``: one token budget a step, decodes first, then chunks of
-prompts, then newcomers; blocks for all tokens on entry, growth later, and the youngest is preempted
-when none is left. What it does not follow token by token is a batch that only decodes: such steps
-are crossed in one leap (``step_model.Leap``), which ends early, with a step, when somebody comes or
-goes. So the number of events grows with requests and chunks, not with tokens.
+It follows ``isthmus.engine.scheduler``: one token budget a step, decodes first, then newcomers with
+KV, chunks of prompts, waiting newcomers; blocks for all tokens on entry, growth later, and the
+youngest is preempted when none is left. What it does not follow token by token is a batch that only
+decodes: such steps are crossed in one leap (``step_model.Leap``), which ends early, with a step,
+when somebody comes or goes. So the number of events grows with requests and chunks, not with
+tokens.
 
 ::
 
@@ -262,6 +263,7 @@ class Instance:
         if self._is_settling:
             return
         self._grow_decodes()
+        self._enter_all_arrived()
         budget = self.spec.max_num_batched_tokens - self._num_decodes
         chunks: list[tuple[SimSequence, int]] = []
         for sequence in self._prefilling:
@@ -420,10 +422,21 @@ class Instance:
 
     # --- entering and leaving ------------------------------------------------------------------
 
+    def _enter_all_arrived(self) -> None:
+        """Before chunks of prompts; the last place goes to the older of the two lines' heads."""
+        room = min(self.spec.max_num_batched_tokens, self.spec.max_num_seqs) - len(self._running)
+        while self._arrived and room > (1 if self._is_waiting_first() else 0):
+            if self._enter_arrived() is None:
+                return
+            room -= 1
+
+    def _is_waiting_first(self) -> bool:
+        waiting, arrived = self._waiting, self._arrived
+        return bool(waiting) and (not arrived or waiting[0].added_ns <= arrived[0].added_ns)
+
     def _enter_next(self) -> SimSequence | None:
         """The older of the two lines' heads, or the other one when that does not fit."""
-        waiting, arrived = self._waiting, self._arrived
-        if waiting and (not arrived or waiting[0].added_ns <= arrived[0].added_ns):
+        if self._is_waiting_first():
             return self._enter_waiting() or self._enter_arrived()
         return self._enter_arrived() or self._enter_waiting()
 
