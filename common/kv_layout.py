@@ -27,6 +27,7 @@ import xxhash
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "fp8_e4m3": 1}
 QUANTISED = frozenset({"int8", "fp8_e4m3"})
 SCALE_BYTES = 4  # float32
+ORDER = "HND"
 # Kind → vectors per token, layer and head.
 PLANES = {"mha": 2, "mla": 1}
 # Dtype of a sender → others that it can make of its KV on the way. Only to fewer bytes: what a
@@ -91,7 +92,7 @@ class KvLayout:
     block_size: int
     dtype: str
     kind: str = "mha"
-    order: str = "HND"
+    order: str = ORDER
     tp_rank: int = 0
     tp_size: int = 1
     total_kv_heads: int = 0
@@ -170,6 +171,30 @@ class KvLayout:
         """KV of one token on all ranks of the instance, which is what a transfer to it moves."""
         num_heads = max(self.model_kv_heads, self.tp_size)  # each copy of a head counts
         return self.block_bytes // self.num_kv_heads * num_heads // self.block_size
+
+    @property
+    def problem(self) -> str:
+        """Why this version can do nothing with a store that another process describes so; empty
+        when it can."""
+        if self.kind not in PLANES or self.order != ORDER:
+            return f"kind {self.kind} in order {self.order} is not known here"
+        if self.dtype not in DTYPE_BYTES:
+            return f"dtype {self.dtype} is not known here"
+        if min(self.num_layers, self.num_kv_heads, self.head_dim, self.block_size) < 1:
+            return (
+                f"{self.num_layers} layers of {self.num_kv_heads} heads of {self.head_dim}, "
+                f"block_size {self.block_size}"
+            )
+        try:
+            heads = self.heads
+        except (ValueError, IndexError, ZeroDivisionError) as error:
+            return f"rank {self.tp_rank} of {self.tp_size}: {error}"
+        if len(heads) != self.num_kv_heads:
+            return (
+                f"rank {self.tp_rank} of {self.tp_size} holds {self.num_kv_heads} KV heads, "
+                f"expected {len(heads)} of {self.model_kv_heads}"
+            )
+        return ""
 
     @property
     def compat_hash(self) -> str:

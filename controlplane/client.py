@@ -10,6 +10,8 @@ from typing import TypeVar
 import grpc.aio
 
 from isthmus.common.cluster import InstanceInfo, LoadReport, Role
+from isthmus.common.errors import IsthmusError
+from isthmus.common.logging import get_logger
 from isthmus.common.rpc import create_channel, error_from_rpc
 from isthmus.protos.convert.instances import info_from_pb, load_from_pb, role_from_pb, role_to_pb
 from isthmus.protos.v1 import control_pb2, control_pb2_grpc, instance_pb2, instance_pb2_grpc
@@ -19,6 +21,8 @@ INSTANCE_TIMEOUT_S = 2.0
 SCALE_MARGIN_S = 30.0
 """Beyond the drains: processes that are ended by force, and the start of new ones."""
 _T = TypeVar("_T")
+
+log = get_logger("control")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +77,7 @@ async def cluster_status(control_address: str) -> ClusterStatus:
         cluster=reply.cluster,
         model=reply.model,
         gateway_url=f"http://{reply.gateway_address}",
-        instances=tuple(instances),
+        instances=tuple(item for item in instances if item is not None),
         front=tuple(_front(item) for item in reply.front),
     )
 
@@ -112,8 +116,14 @@ def _front(item: control_pb2.FrontProcess) -> FrontStatus:
     )
 
 
-async def _with_load(item: control_pb2.ManagedInstance) -> InstanceStatus:
-    info = info_from_pb(item.info) if item.HasField("info") else None
+async def _with_load(item: control_pb2.ManagedInstance) -> InstanceStatus | None:
+    """None for an instance of a kind that is not known here."""
+    try:
+        role = role_from_pb(item.role)
+        info = info_from_pb(item.info) if item.HasField("info") else None
+    except IsthmusError as error:
+        log.warning("an instance is left out", instance=item.instance_id, why=error.message)
+        return None
     load: LoadReport | None = None
     connectors: dict[str, str] = {}
     if info is not None:
@@ -122,7 +132,7 @@ async def _with_load(item: control_pb2.ManagedInstance) -> InstanceStatus:
             load, connectors = await asyncio.gather(_load(stub), _connectors(stub))
     return InstanceStatus(
         instance_id=item.instance_id,
-        role=role_from_pb(item.role),
+        role=role,
         pid=item.pid,
         num_restarts=item.num_restarts,
         last_exit=item.last_exit,

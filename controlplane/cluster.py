@@ -21,6 +21,7 @@ from typing import Any
 
 import httpx
 import msgspec
+from google.protobuf.message import DecodeError
 
 from isthmus.common.clock import NS_PER_S, Clock
 from isthmus.common.cluster import InstanceInfo, InstanceState, Role
@@ -257,9 +258,13 @@ class Cluster:
                 instance_id = event.key.removeprefix(prefix)
                 if event.entry is None:
                     self._instance_left(instance_id)
-                else:
-                    message = common_pb2.InstanceInfo.FromString(event.entry.value)
-                    self._instance_changed(instance_id, info_from_pb(message))
+                    continue
+                try:
+                    info = info_from_pb(common_pb2.InstanceInfo.FromString(event.entry.value))
+                except (DecodeError, IsthmusError) as error:
+                    self._say(Stage.WARNING, f"the record of {instance_id} is unreadable: {error}")
+                    continue
+                self._instance_changed(instance_id, info)
 
     def _instance_left(self, instance_id: str) -> None:
         if self._infos.pop(instance_id, None) is not None and not self.is_stopping:

@@ -23,7 +23,6 @@ from isthmus.common.rpc import create_channel, error_from_rpc
 from isthmus.common.transfer import TransferTicket
 from isthmus.common.types import InstanceRef, Request
 from isthmus.kvtransfer.manager import TransferManager
-from isthmus.protos.convert.instances import info_from_pb
 from isthmus.protos.convert.prefill import update_from_pb
 from isthmus.protos.convert.requests import request_to_pb
 from isthmus.protos.convert.times import ms_left
@@ -186,7 +185,8 @@ class PrefillClient:
         self._num_calls[ref.instance_id] += 1
         try:
             async for message in call:
-                yield update_from_pb(message)
+                if (update := update_from_pb(message)) is not None:
+                    yield update
         except grpc.aio.AioRpcError as error:
             raise error_from_rpc(error, peer=ref.instance_id, stage="prefill") from error
         finally:
@@ -227,8 +227,7 @@ class PrefillClient:
                 reply = await stub.GetInfo(instance_pb2.GetInfoRequest(), timeout=_PROBE_TIMEOUT_S)
         except grpc.aio.AioRpcError:
             return False
-        info = info_from_pb(reply.info)
-        return (info.instance_id, info.epoch) != (ref.instance_id, ref.epoch)
+        return (reply.info.instance_id, reply.info.epoch) != (ref.instance_id, ref.epoch)
 
     async def close(self) -> None:
         tasks = [*self._tasks, *self._handshakes.values()]

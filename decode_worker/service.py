@@ -10,6 +10,7 @@ import grpc.aio
 
 from isthmus.common.errors import IsthmusError
 from isthmus.common.ids import RequestId
+from isthmus.common.logging import get_logger
 from isthmus.decode_worker.events import (
     Failed,
     Finished,
@@ -30,6 +31,8 @@ from isthmus.protos.convert.requests import (
 )
 from isthmus.protos.v1 import decode_pb2 as pb
 from isthmus.protos.v1 import decode_pb2_grpc
+
+log = get_logger("decode")
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["DecodeService"].full_name
 
@@ -73,12 +76,15 @@ class _Stream:
             self._close_if_done()
 
     def _on_message(self, message: pb.GenerateRequest) -> None:
-        if message.WhichOneof("message") == "abort":
-            request_id = RequestId(message.abort.request_id)
-            if request_id in self._tasks:
-                self._worker.abort([request_id])
-        else:
-            self._submit(message.submit)
+        match message.WhichOneof("message"):
+            case "submit":
+                self._submit(message.submit)
+            case "abort":
+                request_id = RequestId(message.abort.request_id)
+                if request_id in self._tasks:
+                    self._worker.abort([request_id])
+            case _:
+                log.debug("a message of a newer gateway")
 
     def _submit(self, submit: pb.Submit) -> None:
         try:

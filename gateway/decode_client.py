@@ -24,13 +24,12 @@ from isthmus.common.timeline import Timeline
 from isthmus.common.types import (
     FinishReason,
     InstanceRef,
-    LocalPrefillReason,
     Request,
     RouteDecision,
     TokenLogprob,
     Usage,
 )
-from isthmus.protos.convert.decisions import decision_to_pb
+from isthmus.protos.convert.decisions import decision_to_pb, local_reason_from_pb
 from isthmus.protos.convert.errors import error_from_pb
 from isthmus.protos.convert.requests import (
     finish_reason_from_pb,
@@ -44,7 +43,6 @@ from isthmus.protos.v1 import decode_pb2_grpc
 
 FIRST_BACKOFF_S = 0.1
 LAST_BACKOFF_S = 1.0
-_LOCAL_REASONS = {reason.value: reason for reason in LocalPrefillReason}
 
 
 class GenerationEnd:
@@ -65,7 +63,7 @@ class GenerationEnd:
         self.stop_token_id = message.stop_token_id if message.HasField("stop_token_id") else None
         self.usage: Usage = usage_from_pb(message.usage)
         self.timeline: Timeline = timeline_from_pb(message.timeline)
-        self.local_reason = _LOCAL_REASONS.get(message.local_reason, LocalPrefillReason.NONE)
+        self.local_reason = local_reason_from_pb(message.local_reason)
         self.transferred_bytes = message.transferred_bytes
         self.failed_prefills = [InstanceId(name) for name in message.failed_prefills]
 

@@ -28,12 +28,10 @@ import numpy.typing as npt
 
 from isthmus.common.errors import LayoutMismatchError
 from isthmus.common.ids import BlockId
-from isthmus.common.kv_layout import PLANES, KvLayout, head_ranges
+from isthmus.common.kv_layout import KvLayout, head_ranges
 from isthmus.kvtransfer.copies import Copies, Rows, joined
 
 Tokens = npt.NDArray[np.int64]
-
-_ORDER = "HND"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +60,7 @@ def check_plannable(here: KvLayout, there: KvLayout) -> None:
     if difference := here.difference(there):
         raise LayoutMismatchError(f"KV layouts do not match: {difference}", stage="handshake")
     for where, layout in (("here", here), ("there", there)):
-        if problem := _problem(layout):
+        if problem := layout.problem:
             raise LayoutMismatchError(f"KV layout {where}: {problem}", stage="handshake")
 
 
@@ -149,21 +147,6 @@ def _planned_heads(source: KvLayout, target: KvLayout) -> range:
             stage="transfer",
         )
     return shared_heads(source, target)
-
-
-def _problem(layout: KvLayout) -> str:
-    if layout.kind not in PLANES or layout.order != _ORDER:
-        return f"kind {layout.kind} in order {layout.order} is not known here"
-    try:
-        heads = layout.heads
-    except (ValueError, IndexError, ZeroDivisionError) as error:
-        return f"rank {layout.tp_rank} of {layout.tp_size}: {error}"
-    if len(heads) != layout.num_kv_heads:
-        return (
-            f"rank {layout.tp_rank} of {layout.tp_size} holds {layout.num_kv_heads} KV heads, "
-            f"expected {len(heads)} of {layout.model_kv_heads}"
-        )
-    return "" if layout.block_size > 0 else f"block_size {layout.block_size}"
 
 
 def _check_holds(side: Side, tokens: range) -> None:

@@ -26,6 +26,7 @@ from google.protobuf.message import DecodeError
 from isthmus.common.backoff import Backoff
 from isthmus.common.cluster import InstanceInfo
 from isthmus.common.config import RouterConfig
+from isthmus.common.errors import IsthmusError
 from isthmus.common.ids import InstanceId
 from isthmus.common.logging import RateLimitedLog, get_logger
 from isthmus.common.registry import Registry, WatchEvent, instances_prefix, resume_watch
@@ -118,7 +119,7 @@ class ClusterFeed:
             return
         try:
             info = info_from_pb(common_pb2.InstanceInfo.FromString(event.entry.value))
-        except (DecodeError, KeyError, ValueError) as error:
+        except (DecodeError, IsthmusError) as error:
             self._warnings.warning(event.key, "unreadable record", record=event.key, why=str(error))
             return
         self._state.registered(info)

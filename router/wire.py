@@ -11,10 +11,10 @@ import time
 
 from isthmus.common.clock import NS_PER_MS
 from isthmus.common.errors import ErrorDetail
-from isthmus.common.ids import BlockHash, HashChain, InstanceId, RequestId
+from isthmus.common.ids import InstanceId, RequestId
 from isthmus.protos.convert.decisions import decision_from_pb, decision_to_pb
 from isthmus.protos.convert.errors import error_from_pb, error_to_pb
-from isthmus.protos.convert.kv_events import HASH_BYTES
+from isthmus.protos.convert.kv_events import split_hashes
 from isthmus.protos.convert.requests import slo_from_pb, slo_to_pb, timeline_from_pb, timeline_to_pb
 from isthmus.protos.convert.times import instant_after, ms_left
 from isthmus.protos.v1 import router_pb2 as pb
@@ -51,7 +51,7 @@ def query_from_pb(message: pb.RouteRequest) -> RouteQuery:
         request_id=RequestId(message.request_id),
         model=message.model,
         num_prompt_tokens=message.num_prompt_tokens,
-        hash_chains=tuple(_chain(data) for data in message.hash_chains),
+        hash_chains=tuple(split_hashes(data) for data in message.hash_chains),
         slo=slo_from_pb(message.slo),
         tenant=message.tenant,
         session=message.session,
@@ -61,13 +61,6 @@ def query_from_pb(message: pb.RouteRequest) -> RouteQuery:
         exclude=frozenset(map(InstanceId, message.exclude)),
         prefer_decode=InstanceId(message.prefer_decode) if message.prefer_decode else None,
         needs_whole_prompt=message.needs_whole_prompt,
-    )
-
-
-def _chain(data: bytes) -> HashChain:
-    whole = len(data) - len(data) % HASH_BYTES
-    return tuple(
-        BlockHash(data[begin : begin + HASH_BYTES]) for begin in range(0, whole, HASH_BYTES)
     )
 
 

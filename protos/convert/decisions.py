@@ -14,6 +14,7 @@ _ACTION_TO_PB = {
     RouteAction.DEGRADE: router_pb2.ROUTE_ACTION_DEGRADE,
 }
 _ACTION_FROM_PB = {value: key for key, value in _ACTION_TO_PB.items()}
+_LOCAL_REASONS = {reason.value: reason for reason in LocalPrefillReason}
 
 
 def decision_to_pb(decision: RouteDecision) -> router_pb2.RouteDecision:
@@ -34,15 +35,21 @@ def decision_to_pb(decision: RouteDecision) -> router_pb2.RouteDecision:
     )
 
 
+def local_reason_from_pb(value: str) -> LocalPrefillReason:
+    """POLICY for a reason that is not known here: the prompt is computed there all the same."""
+    return _LOCAL_REASONS.get(value or LocalPrefillReason.NONE.value, LocalPrefillReason.POLICY)
+
+
 def decision_from_pb(message: router_pb2.RouteDecision) -> RouteDecision:
+    """An action that is not known here admits: a refusal is an error, and not a decision."""
     return RouteDecision(
         decision_id=DecisionId(message.decision_id),
         request_id=RequestId(message.request_id),
-        action=_ACTION_FROM_PB[message.action],
+        action=_ACTION_FROM_PB.get(message.action, RouteAction.ADMIT),
         decode=ref_from_pb(message.decode) if message.HasField("decode") else None,
         prefill=ref_from_pb(message.prefill) if message.HasField("prefill") else None,
         alternate=ref_from_pb(message.alternate) if message.HasField("alternate") else None,
-        local_reason=LocalPrefillReason(message.local_reason or "none"),
+        local_reason=local_reason_from_pb(message.local_reason),
         cached_tokens=message.cached_tokens,
         predicted_ttft_ms=message.predicted_ttft_ms,
         predicted_tpot_ms=message.predicted_tpot_ms,

@@ -11,6 +11,7 @@ from isthmus.common.cluster import (
     Role,
     StepTotals,
 )
+from isthmus.common.errors import InternalError, LayoutMismatchError
 from isthmus.common.ids import InstanceId
 from isthmus.common.kv_layout import KvLayout
 from isthmus.common.types import InstanceRef
@@ -38,7 +39,11 @@ def role_to_pb(role: Role) -> pb.Role:
 
 
 def role_from_pb(value: pb.Role) -> Role:
-    return _ROLE_FROM_PB[value]
+    """Raises InternalError for a role that is not known here: nobody could say what it does."""
+    role = _ROLE_FROM_PB.get(value)
+    if role is None:
+        raise InternalError(f"role {int(value)} is not known here", stage="convert")
+    return role
 
 
 def state_to_pb(state: InstanceState) -> pb.InstanceState:
@@ -46,7 +51,8 @@ def state_to_pb(state: InstanceState) -> pb.InstanceState:
 
 
 def state_from_pb(value: pb.InstanceState) -> InstanceState:
-    return _STATE_FROM_PB[value]
+    """DRAINING for a state that is not known here: what runs there goes on, nothing new is sent."""
+    return _STATE_FROM_PB.get(value, InstanceState.DRAINING)
 
 
 def ref_to_pb(ref: InstanceRef) -> pb.InstanceRef:
@@ -147,6 +153,15 @@ def info_to_pb(info: InstanceInfo) -> pb.InstanceInfo:
 
 
 def info_from_pb(message: pb.InstanceInfo) -> InstanceInfo:
+    """Raises InternalError for a role, and LayoutMismatchError for a kind of KV, that nothing here
+    could be done with."""
+    layout = layout_from_pb(message.kv_layout)
+    if problem := layout.problem:
+        raise LayoutMismatchError(
+            f"KV layout of {message.instance_id}: {problem}",
+            stage="convert",
+            instance_id=message.instance_id,
+        )
     return InstanceInfo(
         instance_id=InstanceId(message.instance_id),
         role=role_from_pb(message.role),
@@ -156,7 +171,7 @@ def info_from_pb(message: pb.InstanceInfo) -> InstanceInfo:
         metrics_address=message.metrics_address,
         model=message.model,
         model_path=message.model_path,
-        kv_layout=layout_from_pb(message.kv_layout),
+        kv_layout=layout,
         num_blocks=message.num_blocks,
         max_num_batched_tokens=message.max_num_batched_tokens,
         max_num_seqs=message.max_num_seqs,

@@ -16,8 +16,10 @@ HASH_BYTES = 16
 
 
 def split_hashes(data: bytes) -> tuple[BlockHash, ...]:
+    """Whole hashes only: what is cut off at the end is none."""
+    whole = len(data) - len(data) % HASH_BYTES
     return tuple(
-        BlockHash(data[start : start + HASH_BYTES]) for start in range(0, len(data), HASH_BYTES)
+        BlockHash(data[start : start + HASH_BYTES]) for start in range(0, whole, HASH_BYTES)
     )
 
 
@@ -52,8 +54,13 @@ def kv_batch_from_pb(message: pb.KvEventBatch) -> KvEventBatch:
 
 
 def _kv_event_from_pb(message: pb.KvEvent) -> KvEvent:
-    if message.kind == pb.KvEvent.KIND_STORED:
-        return BlocksStored(split_hashes(message.hashes))
-    if message.kind == pb.KvEvent.KIND_REMOVED:
-        return BlocksRemoved(split_hashes(message.hashes))
-    return CacheCleared()
+    """One that is not known here changes nothing, but keeps its number in the sequence."""
+    match message.kind:
+        case pb.KvEvent.KIND_STORED:
+            return BlocksStored(split_hashes(message.hashes))
+        case pb.KvEvent.KIND_REMOVED:
+            return BlocksRemoved(split_hashes(message.hashes))
+        case pb.KvEvent.KIND_CLEARED:
+            return CacheCleared()
+        case _:
+            return BlocksStored(())

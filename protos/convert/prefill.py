@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from isthmus.common.errors import InternalError
 from isthmus.common.prefill import (
     PrefillAccepted,
     PrefillChunkSent,
@@ -66,8 +65,9 @@ def _first_token_to_pb(update: PrefillFirstToken) -> pb.PrefillFirstToken:
     )
 
 
-def update_from_pb(message: pb.PrefillResponse) -> PrefillUpdate:
-    """Raises InternalError for a kind that a newer peer may have added."""
+def update_from_pb(message: pb.PrefillResponse) -> PrefillUpdate | None:
+    """None for a kind that is not known here: an update only tells of progress, but for the last
+    ones, and a stream that ends without one of these has broken."""
     match message.WhichOneof("update"):
         case "prefix_wanted":
             return PrefillPrefixWanted(ticket_from_pb(message.prefix_wanted.ticket))
@@ -84,8 +84,8 @@ def update_from_pb(message: pb.PrefillResponse) -> PrefillUpdate:
             )
         case "failed":
             return PrefillFailed(error_from_pb(message.failed.error), message.failed.quiesced)
-        case unknown:
-            raise InternalError(f"unknown prefill update {unknown}", stage="prefill")
+        case _:
+            return None
 
 
 def _first_token_from_pb(message: pb.PrefillFirstToken) -> PrefillFirstToken:

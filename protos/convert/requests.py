@@ -177,4 +177,8 @@ def finish_reason_to_pb(reason: FinishReason | None) -> pb.FinishReason:
 
 
 def finish_reason_from_pb(value: pb.FinishReason) -> FinishReason | None:
-    return _FINISH_FROM_PB.get(value)
+    """None for a request that goes on. One that ended for a reason that is not known here has
+    stopped, whatever made it stop."""
+    if value == pb.FINISH_REASON_UNSPECIFIED:
+        return None
+    return _FINISH_FROM_PB.get(value, FinishReason.STOP)

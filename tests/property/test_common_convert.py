@@ -15,13 +15,14 @@ from isthmus.common.cluster import (
 )
 from isthmus.common.ids import BlockHash, InstanceId
 from isthmus.common.kv_events import BlocksRemoved, BlocksStored, CacheCleared, KvEventBatch
-from isthmus.common.kv_layout import KvLayout
+from isthmus.common.kv_layout import DTYPE_BYTES, KvLayout
 from isthmus.protos.convert.instances import info_from_pb, info_to_pb, load_from_pb, load_to_pb
 from isthmus.protos.convert.kv_events import kv_batch_from_pb, kv_batch_to_pb
 from isthmus.protos.v1 import common_pb2 as pb
 
 FIGURE = st.floats(0, 1e6)
 COUNT = st.integers(0, 2**31)
+SIZE = st.integers(1, 2**31)
 HASHES = st.lists(st.binary(min_size=16, max_size=16).map(BlockHash), max_size=4).map(tuple)
 EVENTS = st.lists(
     st.one_of(
@@ -44,11 +45,11 @@ INFOS = st.builds(
     kv_layout=st.builds(
         KvLayout,
         model_fingerprint=st.text(max_size=9),
-        num_layers=COUNT,
-        num_kv_heads=COUNT,
-        head_dim=COUNT,
-        block_size=COUNT,
-        dtype=st.sampled_from(["float32", "bfloat16"]),
+        num_layers=SIZE,
+        num_kv_heads=SIZE,
+        head_dim=SIZE,
+        block_size=SIZE,
+        dtype=st.sampled_from(sorted(DTYPE_BYTES)),
     ),
     num_blocks=COUNT,
     max_num_batched_tokens=COUNT,

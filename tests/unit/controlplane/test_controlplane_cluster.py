@@ -79,9 +79,11 @@ class Bench:
         await poll_until(lambda: set(self.workers.alive()) == set(names))
 
     async def register(self, info: InstanceInfo) -> None:
+        await self.put(info.instance_id, info_to_pb(info).SerializeToString())
+
+    async def put(self, instance_id: str, record: bytes) -> None:
         registry = EmbeddedRegistryClient(self.state.registry_address)
-        data = info_to_pb(info).SerializeToString()
-        await registry.put(instance_key("bench", info.instance_id), data)
+        await registry.put(instance_key("bench", instance_id), record)
         await registry.close()
 
     async def leave(self, instance_id: str) -> None:
@@ -189,6 +191,10 @@ async def test_coming_and_going_of_instances_is_told(tmp_path: Path, free_port: 
     async with running(Bench(tmp_path, free_port)) as bench:
         await bench.register(replace(INFO, state=InstanceState.DRAINING))
         await poll_until(lambda: bench.warned("decode-0 is draining"))
+        unknown = info_to_pb(replace(INFO, instance_id=InstanceId("new")))
+        unknown.role = 99  # type: ignore[assignment]
+        await bench.put("new", unknown.SerializeToString())
+        await poll_until(lambda: bench.warned("the record of new is unreadable"))
         await bench.leave("decode-0")
         await poll_until(lambda: bench.warned("decode-0 left the registry"))
         assert bench.cluster.info("decode-0") is None

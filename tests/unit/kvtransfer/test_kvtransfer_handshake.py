@@ -49,6 +49,12 @@ def test_layout_is_looked_at_before_memory() -> None:
         check_offer(OURS, theirs)
 
 
+def test_a_dtype_that_only_the_peer_knows_is_refused_by_name() -> None:
+    rank = replace(offer().ranks[0], layout=replace(LAYOUT, dtype="fp4"))
+    with pytest.raises(LayoutMismatchError, match="there: dtype fp4 is not known here"):
+        check_offer(OURS, offer(ranks=(rank,)))
+
+
 def test_unlike_block_sizes_match() -> None:
     large = replace(LAYOUT, block_size=16)
     check_offer(OURS, offer(ranks=(rank_of(large, 2),)))

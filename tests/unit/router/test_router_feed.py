@@ -17,6 +17,7 @@ from isthmus.common.config import RouterConfig
 from isthmus.common.errors import NoInstanceError
 from isthmus.common.ids import BlockHash, InstanceId
 from isthmus.common.registry import MemoryRegistry, instance_key
+from isthmus.protos.convert.instances import info_to_pb
 from isthmus.router import Router
 from isthmus.router.feed import ClusterFeed
 from tests.support.fake_instance import FakeInstance
@@ -273,6 +274,12 @@ async def test_unreadable_record_harms_nobody() -> None:
     async with open_bed() as bed:
         await bed.registry.put(instance_key("c", "bad"), b"\xff\xff\xff")
         await bed.registry.put(instance_key("c", "empty"), b"")
+        unknown = info_to_pb(make_info("new", Role.DECODE))
+        unknown.role = 99  # type: ignore[assignment]
+        await bed.registry.put(instance_key("c", "new-role"), unknown.SerializeToString())
+        unknown = info_to_pb(make_info("new", Role.DECODE))
+        unknown.kv_layout.dtype = "fp4"
+        await bed.registry.put(instance_key("c", "new-dtype"), unknown.SerializeToString())
         await bed.join("d0", Role.DECODE)
         await bed.until_heard("d0")
         assert [i.instance_id for i in bed.router.snapshot().instances] == ["d0"]
