@@ -159,3 +159,6 @@ class LoadReport:
     steps: int = 0  # finished steps: a progress check
     totals: StepTotals = NO_STEPS  # measured steps; none = not measured
     links: tuple[LinkRate, ...] = ()  # to where it has sent enough to tell
+    prompt_seqs: int | None = None
+    """How many of the waiting and running ones have no token of this instance yet. None = an
+    instance of an older version, which does not say."""

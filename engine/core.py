@@ -334,6 +334,7 @@ class EngineCore:
                 oldest_wait_ms=(now_ns - oldest_ns) / NS_PER_MS,
                 running_seqs=len(running),
                 running_context_tokens=sum(s.num_computed_tokens for s in running),
+                prompt_seqs=sum(s.is_prompt for s in waiting) + sum(s.is_prompt for s in running),
                 num_blocks=self._kv.num_blocks,
                 free_blocks=self._kv.num_free_blocks,
                 held_blocks=self._kv.num_blocks_in(TableState.HELD),

@@ -168,10 +168,14 @@ class Sequence:
         return self.mode is not SequenceMode.PREFILL_ONLY
 
     @property
+    def is_prompt(self) -> bool:
+        """True until its first token of this engine, or the one that came with its KV."""
+        return self.num_tokens == len(self.request.token_ids)
+
+    @property
     def wants_prompt_logprobs(self) -> bool:
         """True until they went out with the first token of this engine."""
-        is_before_first = self.num_tokens == len(self.request.token_ids)
-        return is_before_first and self.request.sampling.prompt_logprobs is not None
+        return self.is_prompt and self.request.sampling.prompt_logprobs is not None
 
     def move_to(self, status: SeqStatus) -> None:
         self.status = SEQ_TRANSITIONS.check(self.status, status)

@@ -83,6 +83,7 @@ class EngineLoad:
     oldest_wait_ms: float
     running_seqs: int
     running_context_tokens: int
+    prompt_seqs: int  # of both kinds: those without a token of this engine
     num_blocks: int
     free_blocks: int  # unreferenced, cached ones included
     held_blocks: int

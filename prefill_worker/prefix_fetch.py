@@ -30,6 +30,7 @@ from isthmus.common.transfer import TransferTicket
 from isthmus.common.types import Request
 from isthmus.engine.types import Reservation
 from isthmus.kvtransfer.receive_session import ReceiveSession
+from isthmus.worker.load_reporter import OutsideLoad
 from isthmus.worker.role import WorkerRuntime
 
 _PROBE_S = 5.0
@@ -107,7 +108,7 @@ class PrefixFetches:
         self._runtime = runtime
         self._resting: Counter[RequestId] = Counter()
         self._tasks: set[asyncio.Task[None]] = set()
-        self.num_waiting = 0  # fetches whose request waits for them
+        self._waiting: dict[RequestId, int] = {}  # for a prefix: tokens to be computed behind it
 
     def begin(self, request: Request, ticket: TransferTicket) -> PrefixFetch | None:
         """None where there is nothing to gain, or no way: unlike KV formats, no room, no peer."""
@@ -137,8 +138,25 @@ class PrefixFetches:
             log.info("prefix cannot be fetched", reason=error.message)
             self._runtime.engine.cancel_reservation(reservation, quarantine=False)
             return None
-        self.num_waiting += 1
+        self._waiting[request.request_id] = len(request.token_ids) - wanted
+        self._runtime.load.changed()
         return PrefixFetch(self, request, reservation, session)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def is_waiting(self, request_id: RequestId) -> bool:
+        """Whether this request waits for its prefix."""
+        return request_id in self._waiting
+
+    def waiting(self) -> OutsideLoad:
+        """Requests that the engine does not know of yet."""
+        return OutsideLoad(
+            waiting_seqs=len(self._waiting),
+            prompt_seqs=len(self._waiting),
+            waiting_tokens=sum(self._waiting.values()),
+        )
 
     @staticmethod
     def _num_wanted(
@@ -168,14 +186,14 @@ class PrefixFetches:
     # --- what a fetch says ---------------------------------------------------------------------
 
     def arrived(self, reservation: Reservation, request: Request) -> None:
-        self.num_waiting -= 1
+        del self._waiting[request.request_id]
         self._runtime.engine.publish_reservation(reservation, request)
         self._runtime.cache_changed()
         size = self._runtime.engine.kv_layout.block_size
         self._runtime.metrics.prefix_fetched(len(reservation.block_ids) * size)
 
     def given_up(self, reservation: Reservation, session: ReceiveSession) -> None:
-        self.num_waiting -= 1
+        del self._waiting[reservation.request_id]
         self._runtime.metrics.prefix_given_up()
         if session.is_quiescent:
             self._runtime.engine.cancel_reservation(reservation, quarantine=False)

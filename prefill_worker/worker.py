@@ -10,6 +10,7 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import AsyncGenerator
 from contextlib import closing, suppress
+from dataclasses import replace
 
 from isthmus.common.cluster import LinkRate
 from isthmus.common.errors import (
@@ -133,7 +134,7 @@ class PrefillWorker:
     def _check_ticket(self, request: Request, ticket: TransferTicket) -> None:
         if ticket.transfer_id in self._refused:
             raise CancelledError("the transfer was ended before it began", stage="prefill")
-        if request.request_id in self._calls:
+        if request.request_id in self._calls or self._fetches.is_waiting(request.request_id):
             raise InvalidRequestError(
                 f"request {request.request_id} is already being computed here", stage="prefill"
             )
@@ -211,7 +212,9 @@ class PrefillWorker:
     def outside_load(self) -> OutsideLoad:
         transfers = self._runtime.transfers
         links = tuple(LinkRate(*link) for link in transfers.bytes_per_s().items())
-        return OutsideLoad(inflight_transfer_bytes=transfers.inflight_bytes, links=links)
+        return replace(
+            self._fetches.waiting(), inflight_transfer_bytes=transfers.inflight_bytes, links=links
+        )
 
     def num_running(self) -> int:
         return len(self._calls) + self._fetches.num_waiting

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from itertools import takewhile
 from math import isclose
 
 from isthmus.common.clock import NS_PER_MS
@@ -127,7 +128,8 @@ class _Legs:
     prompts: dict[DecisionId, Reservation] = field(
         default_factory=dict
     )  # computed here, oldest first
-    forgotten: set[DecisionId] = field(default_factory=set)  # prompts that reports leave out
+    # Prompts that reports leave out, oldest first; all are older than ``prompts``.
+    forgotten: dict[DecisionId, Reservation] = field(default_factory=dict)
     limits: dict[float, int] = field(default_factory=dict)  # TPOT limit → decode legs that have it
 
     def __len__(self) -> int:
@@ -142,26 +144,26 @@ class _Legs:
         """The prompt that is computed, if any is."""
         return next(iter(self.prompts.values()), None)
 
-    def forget_prompts(self, instance_id: InstanceId, num_seqs: int, now_ns: int) -> bool:
-        """A report speaks of ``num_seqs`` sequences. Of the legs that it must contain, as many of
-        the oldest prompts as it leaves out are not there: what became of them was never told. They
-        are no work any more, else everybody would wait for them until they expire. Returns whether
-        there were any."""
+    def forget_prompts(self, num_prompts: int, now_ns: int) -> bool:
+        """A report speaks of ``num_prompts`` prompts. Of those that it must contain, as many of the
+        oldest as it leaves out are not there: what became of them was never told, or they wait at
+        another instance. They are no work any more, else everybody would wait for them until they
+        expire; they are again when reports speak of more. What else is missing (a decode leg of
+        unknown end, or whose KV is on its way) says nothing of prompts. Returns whether anything
+        changed."""
         surely_ns = now_ns - SETTLE_MS * NS_PER_MS
-        head = self.head
-        if head is None or head.made_ns > surely_ns:
-            return False
-        num_sure = len(self.settled)
-        for leg in self.recent.values():
-            since_ns = leg.visible_ns(instance_id)
-            num_sure += since_ns is not None and since_ns <= surely_ns
-        num_gone = num_sure - len(self.forgotten) - num_seqs
-        found = False
-        while num_gone > 0 and head is not None and head.made_ns <= surely_ns:
-            del self.prompts[head.decision_id]
-            self.forgotten.add(head.decision_id)
-            num_gone, head, found = num_gone - 1, self.head, True
-        return found
+        sure = [*takewhile(lambda leg: leg.made_ns <= surely_ns, self.prompts.values())]
+        num_gone = len(self.forgotten) + len(sure) - num_prompts
+        gone = sure[: max(0, num_gone - len(self.forgotten))]
+        for leg in gone:
+            self.forgotten[leg.decision_id] = self.prompts.pop(leg.decision_id)
+        back: dict[DecisionId, Reservation] = {}
+        while self.forgotten and len(self.forgotten) > num_gone:
+            decision_id, leg = self.forgotten.popitem()
+            back = {decision_id: leg, **back}
+        if back:
+            self.prompts = {**back, **self.prompts}
+        return bool(gone or back)
 
     def add(self, leg: Reservation, *, is_decode: bool, is_prompt: bool) -> None:
         self.recent[leg.decision_id] = leg
@@ -174,7 +176,7 @@ class _Legs:
     def drop(self, leg: Reservation, is_decode: bool) -> bool:
         """False when it was not there (any more)."""
         self.prompts.pop(leg.decision_id, None)
-        self.forgotten.discard(leg.decision_id)
+        self.forgotten.pop(leg.decision_id, None)
         kinds = (self.recent, self.settled)
         if not any(kind.pop(leg.decision_id, None) is not None for kind in kinds):
             return False
@@ -249,7 +251,7 @@ class Ledger:
             self._drop_leg(reservation.prefill_at, reservation)
         elif (legs := self._by_instance.get(reservation.prefill_at)) is not None:
             legs.prompts.pop(decision_id, None)
-            legs.forgotten.discard(decision_id)
+            legs.forgotten.pop(decision_id, None)
         # Not local, it goes from incoming to visible since now: no earlier report can contain it,
         # so it is pending all the same.
         if reservation.is_local or now_ns <= self._seen.get(reservation.decode_at, _NEVER).at_ns:
@@ -281,10 +283,18 @@ class Ledger:
             self.end(oldest.decision_id, now_ns)
         return due
 
-    def seen(self, instance_id: InstanceId, num_seqs: int, now_ns: int) -> None:
-        """A report came that speaks of ``num_seqs`` waiting and running sequences."""
+    def seen(
+        self,
+        instance_id: InstanceId,
+        num_seqs: int,
+        now_ns: int,
+        num_prompts: int | None = None,
+    ) -> None:
+        """A report came that speaks of ``num_seqs`` waiting and running sequences, of which
+        ``num_prompts`` have no token yet. None = it does not say: then all may be prompts."""
         legs = self._by_instance.get(instance_id)
-        if legs is not None and legs.forget_prompts(instance_id, num_seqs, now_ns):
+        num_prompts = num_seqs if num_prompts is None else num_prompts
+        if legs is not None and legs.forget_prompts(num_prompts, now_ns):
             self._prompt_done_ns[instance_id] = now_ns
         num_strange = max(0, num_seqs - (len(legs) if legs is not None else 0))
         self._seen[instance_id] = Seen(now_ns, num_seqs, num_strange)
@@ -310,14 +320,16 @@ class Ledger:
                 for decision_id, reservation in kind.items():
                     assert self._reservations.get(decision_id) is reservation
             assert all(count > 0 for count in legs.limits.values())
-            assert legs.forgotten.isdisjoint(legs.prompts)
+            assert legs.forgotten.keys().isdisjoint(legs.prompts)
+            ages = [leg.made_ns for kind in (legs.forgotten, legs.prompts) for leg in kind.values()]
+            assert ages == sorted(ages)
             prompts = {
                 name
                 for kind in (legs.settled, legs.recent)
                 for name, leg in kind.items()
                 if leg.prefill_at == instance_id and leg.state is _PREFILLING
             }
-            assert prompts == legs.prompts.keys() | legs.forgotten
+            assert prompts == legs.prompts.keys() | legs.forgotten.keys()
             assert sum(legs.limits.values()) == sum(
                 leg.decode_at == instance_id and leg.burden.tpot_limit_ms != NO_LIMIT
                 for kind in (legs.recent, legs.settled)

@@ -89,7 +89,8 @@ class RouterState:
         if self.cluster.take_report(report, now_ns) is None:
             return
         self._learn_links(report)
-        self.ledger.seen(report.instance_id, report.waiting_seqs + report.running_seqs, now_ns)
+        num_seqs = report.waiting_seqs + report.running_seqs
+        self.ledger.seen(report.instance_id, num_seqs, now_ns, report.prompt_seqs)
         if was_suspect:
             if was_heard:
                 log.info("instance answers again", instance=report.instance_id, epoch=report.epoch)

@@ -127,6 +127,7 @@ class PromptsFirstInstance:
             free_blocks=self.pool.num_blocks,
             step_ms=self._step_ms,
             steps=self.num_steps,
+            prompt_seqs=len(self._prompts) + len(running) - len(decoding),
         )
 
     def check_integrity(self) -> None:

@@ -226,6 +226,7 @@ class Instance:
             step_ms=self._step_ms,
             steps=self.num_steps,
             totals=self._totals,
+            prompt_seqs=len(waiting) + len(self._prefilling),
         )
 
     @property

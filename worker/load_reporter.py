@@ -23,12 +23,14 @@ _HEARTBEAT_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class OutsideLoad:
-    """What the engine does not know of: requests waiting for blocks, bytes on their way, links."""
+    """What the engine does not know of: requests waiting for blocks or for a prefix (of these,
+    ``prompt_seqs`` have their prompt computed here), bytes on their way, links."""
 
     waiting_seqs: int = 0
     waiting_tokens: int = 0
     inflight_transfer_bytes: int = 0
     links: tuple[LinkRate, ...] = ()
+    prompt_seqs: int = 0
 
 
 class LoadReporter:
@@ -74,6 +76,7 @@ class LoadReporter:
             steps=load.steps,
             totals=load.totals,
             links=outside.links,
+            prompt_seqs=load.prompt_seqs + outside.prompt_seqs,
         )
 
     async def follow(self, interval_ms: int) -> AsyncIterator[LoadReport]:

@@ -209,6 +209,7 @@ def load_to_pb(report: LoadReport) -> pb.LoadReport:
             pb.LinkRate(target_id=link.target_id, bytes_per_s=link.bytes_per_s)
             for link in report.links
         ],
+        prompt_seqs=report.prompt_seqs,
     )
 
 
@@ -234,6 +235,7 @@ def load_from_pb(message: pb.LoadReport) -> LoadReport:
         links=tuple(
             LinkRate(InstanceId(link.target_id), link.bytes_per_s) for link in message.links
         ),
+        prompt_seqs=message.prompt_seqs if message.HasField("prompt_seqs") else None,
     )
 
 

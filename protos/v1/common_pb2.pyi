@@ -339,7 +339,7 @@ class LinkRate(_message.Message):
     def __init__(self, target_id: _Optional[str] = ..., bytes_per_s: _Optional[float] = ...) -> None: ...
 
 class LoadReport(_message.Message):
-    __slots__ = ("instance_id", "epoch", "seq", "at_unix_ns", "waiting_seqs", "waiting_tokens", "oldest_wait_ms", "running_seqs", "running_context_tokens", "num_blocks", "free_blocks", "held_blocks", "cached_blocks", "inflight_transfer_bytes", "step_ms", "steps", "totals", "links")
+    __slots__ = ("instance_id", "epoch", "seq", "at_unix_ns", "waiting_seqs", "waiting_tokens", "oldest_wait_ms", "running_seqs", "running_context_tokens", "num_blocks", "free_blocks", "held_blocks", "cached_blocks", "inflight_transfer_bytes", "step_ms", "steps", "totals", "links", "prompt_seqs")
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     SEQ_FIELD_NUMBER: _ClassVar[int]
@@ -358,6 +358,7 @@ class LoadReport(_message.Message):
     STEPS_FIELD_NUMBER: _ClassVar[int]
     TOTALS_FIELD_NUMBER: _ClassVar[int]
     LINKS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_SEQS_FIELD_NUMBER: _ClassVar[int]
     instance_id: str
     epoch: int
     seq: int
@@ -376,7 +377,8 @@ class LoadReport(_message.Message):
     steps: int
     totals: StepTotals
     links: _containers.RepeatedCompositeFieldContainer[LinkRate]
-    def __init__(self, instance_id: _Optional[str] = ..., epoch: _Optional[int] = ..., seq: _Optional[int] = ..., at_unix_ns: _Optional[int] = ..., waiting_seqs: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., oldest_wait_ms: _Optional[float] = ..., running_seqs: _Optional[int] = ..., running_context_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., held_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., inflight_transfer_bytes: _Optional[int] = ..., step_ms: _Optional[float] = ..., steps: _Optional[int] = ..., totals: _Optional[_Union[StepTotals, _Mapping]] = ..., links: _Optional[_Iterable[_Union[LinkRate, _Mapping]]] = ...) -> None: ...
+    prompt_seqs: int
+    def __init__(self, instance_id: _Optional[str] = ..., epoch: _Optional[int] = ..., seq: _Optional[int] = ..., at_unix_ns: _Optional[int] = ..., waiting_seqs: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., oldest_wait_ms: _Optional[float] = ..., running_seqs: _Optional[int] = ..., running_context_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., held_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., inflight_transfer_bytes: _Optional[int] = ..., step_ms: _Optional[float] = ..., steps: _Optional[int] = ..., totals: _Optional[_Union[StepTotals, _Mapping]] = ..., links: _Optional[_Iterable[_Union[LinkRate, _Mapping]]] = ..., prompt_seqs: _Optional[int] = ...) -> None: ...
 
 class KvEvent(_message.Message):
     __slots__ = ("kind", "hashes")

@@ -12,7 +12,13 @@ from isthmus.common import metrics
 from isthmus.common.cluster import Role
 from isthmus.common.config import ClusterConfig
 from tests.support.engine_driver import make_prompt
-from tests.support.gateway_stub import Answer, GatewayStub, make_request, wait_idle
+from tests.support.gateway_stub import (
+    Answer,
+    GatewayStub,
+    check_integrity,
+    make_request,
+    wait_idle,
+)
 from tests.support.local_cluster import LocalCluster, LocalWorker, local_config
 from tests.support.poll import poll_until
 
@@ -163,6 +169,34 @@ async def test_cancelling_while_a_prefix_is_awaited_leaves_nothing() -> None:
             await stream.abort(answer)
             await wait_idle(prefill.info)
             await poll_until(lambda: prefill.engine.load().quarantined_blocks == 0)
+
+
+async def test_a_second_call_for_a_request_that_waits_for_its_prefix_is_refused() -> None:
+    """By another decode instance, which takes it for what it is: nobody's fault in the engine."""
+    hanging = fetching(connector="fake", fault_script="0+:hang")
+    async with LocalCluster(fetching(connector="fake")) as cluster:
+        prefill = await cluster.start(Role.PREFILL, "prefill-0")
+        decode = await cluster.start(Role.DECODE, "decode-0", hanging)
+        other = await cluster.start(Role.DECODE, "decode-1")
+        assert prefill.engine is not None
+        assert decode.info is not None
+        assert other.info is not None
+        async with GatewayStub(decode.info) as stream, GatewayStub(other.info) as second:
+            first = await stream.run(make_request(make_prompt(40), max_tokens=40), prefill.info)
+            request = make_request((*make_prompt(40), *first.tokens, 1, 2, 3), max_tokens=4)
+            answer = await stream.submit(request, prefill.info)
+            await poll_until(lambda: prefill.engine.load().free_blocks < prefill.engine.num_blocks)
+            assert prefill.info is not None
+            told = (await check_integrity(prefill.info)).load
+            assert (told.waiting_seqs, told.prompt_seqs) == (1, 1)
+            assert 0 < told.waiting_tokens < len(request.token_ids)
+            twin = await second.run(request, prefill.info)
+            assert twin.finished is not None, twin.failed
+            assert twin.finished.local_reason == "prefill_failed"
+            refused = ("decode", "decode-1", "reprefill", "recompute", "invalid_request")
+            assert metrics.PREFILL_FAILURES.labels(*refused)._value.get() == 1
+            await stream.abort(answer)
+            await wait_idle(prefill.info, other.info)
 
 
 async def test_a_prompt_whose_prefill_fails_while_its_prefix_is_given_is_computed_on_decode() -> (

@@ -83,6 +83,7 @@ LOADS = st.builds(
         st.builds(LinkRate, target_id=st.text(max_size=9).map(InstanceId), bytes_per_s=FIGURE),
         max_size=3,
     ).map(tuple),
+    prompt_seqs=st.none() | COUNT,
 )
 
 

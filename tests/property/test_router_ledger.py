@@ -57,10 +57,15 @@ class LedgerMachine(RuleBasedStateMachine):
         self.open.pop(decision, None)
         assert self.ledger.end(decision, self.now_ns) is None
 
-    @rule(instance=st.sampled_from(INSTANCES), num_seqs=st.integers(0, 10))
-    def report(self, instance: InstanceId, num_seqs: int) -> None:
+    @rule(
+        instance=st.sampled_from(INSTANCES),
+        num_seqs=st.integers(0, 10),
+        num_prompts=st.none() | st.integers(0, 10),
+    )
+    def report(self, instance: InstanceId, num_seqs: int, num_prompts: int | None) -> None:
         before = self.ledger.pending(instance)
-        self.ledger.seen(instance, num_seqs, self.now_ns)
+        num_prompts = min(num_prompts, num_seqs) if num_prompts is not None else None
+        self.ledger.seen(instance, num_seqs, self.now_ns, num_prompts)
         after = self.ledger.pending(instance)
         visible = [
             leg

@@ -311,5 +311,6 @@ class World:
                 num_blocks=20_000,
                 free_blocks=20_000 - used,
                 totals=instance.totals if self._reports_steps else NO_STEPS,
+                prompt_seqs=len(instance.prompts),
             )
         )

@@ -22,10 +22,11 @@ def test_a_report_adds_what_the_engine_does_not_know() -> None:
     core = make_tiny_core()
     core.add(make_request("r", make_prompt(10)))
     links = (LinkRate(InstanceId("e"), 2e9),)
-    outside = OutsideLoad(2, 30, inflight_transfer_bytes=99, links=links)
+    outside = OutsideLoad(2, 30, inflight_transfer_bytes=99, links=links, prompt_seqs=1)
     reporter = LoadReporter(core, ME, VirtualClock(7), lambda: outside)
     first, second = reporter.report(), reporter.report()
     assert (first.waiting_seqs, first.waiting_tokens) == (3, 40)
+    assert first.prompt_seqs == 2
     assert first.inflight_transfer_bytes == 99
     assert first.links == links
     assert (first.instance_id, first.epoch, first.at_ns) == ("d", 4, 7)
