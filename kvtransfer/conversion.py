@@ -11,6 +11,7 @@ rule (``quantise_kv``) makes both. A staged block is planned, written and checke
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -89,6 +90,21 @@ def check_staging(num_bytes: int, source: KvLayout, target: KvLayout) -> None:
             f"where one block takes {needed}: raise transfer.staging_mib",
             stage="handshake",
         )
+
+
+def check_dtypes(source: KvLayout, target: KvLayout) -> None:
+    """Raises LayoutMismatchError when one dtype cannot become the other."""
+    if problem := source.cannot_feed(target):
+        raise LayoutMismatchError(f"KV layouts do not match: {problem}", stage="handshake")
+
+
+def check_feeds(sources: Sequence[KvLayout], staging_bytes: int, target: KvLayout) -> None:
+    """Raises LayoutMismatchError when KV of an instance, of which ``sources`` are the ranks, cannot
+    go to such a store. ``staging_bytes``: of the rank that has least."""
+    check_dtypes(sources[0], target)
+    if target.dtype != sources[0].dtype:
+        for source in sources:
+            check_staging(staging_bytes, source, target)
 
 
 @lru_cache(maxsize=256)

@@ -28,7 +28,6 @@ from isthmus.common.errors import (
     HandshakeError,
     InstanceLostError,
     IsthmusError,
-    LayoutMismatchError,
     TransferError,
     TransferHopelessError,
 )
@@ -37,22 +36,21 @@ from isthmus.common.kv_layout import KvLayout
 from isthmus.common.logging import RateLimitedLog, get_logger
 from isthmus.common.transfer import Checksum, TransferOffer, TransferTicket
 from isthmus.common.types import InstanceRef
-from isthmus.kvtransfer.conversion import check_staging
+from isthmus.kvtransfer.conversion import check_dtypes, check_feeds
 from isthmus.kvtransfer.handshake import make_offer
+from isthmus.kvtransfer.inbox import Inbox
 from isthmus.kvtransfer.interface import PeerName
-from isthmus.kvtransfer.notification import Flags, Notification, decode
+from isthmus.kvtransfer.notification import Flags, Notification
 from isthmus.kvtransfer.observer import Side, SilentObserver, TransferObserver
 from isthmus.kvtransfer.peers import Peer, PeerTable
+from isthmus.kvtransfer.pollers import Pollers
 from isthmus.kvtransfer.rank_port import RankPort
 from isthmus.kvtransfer.receive_session import Ignored, ReceiveSession
-from isthmus.kvtransfer.routes import Ranks, Route
+from isthmus.kvtransfer.routes import Route
 from isthmus.kvtransfer.send_session import SendSession, SourceStores
 from isthmus.kvtransfer.tickets import check_ticket
 from isthmus.kvtransfer.writes import Outcome, Sweep, Write
 
-# How long a sweep may wait for something to happen; resting sessions count time between sweeps.
-_PATIENCE_S = 0.05
-_PATIENCE_SENDING_S = 0.5  # while there is nothing to be received
 _CLOSE_TIMEOUT_S = 5.0
 
 
@@ -85,16 +83,25 @@ class TransferManager:
         self._sends: dict[TransferId, SendSession] = {}
         self._receives: dict[TransferId, ReceiveSession] = {}
         self._opened_ns: dict[tuple[Side, TransferId], int] = {}
-        self._kicks = [asyncio.Event() for _ in ports]
-        self._pollers: list[asyncio.Task[None]] = []
+        self._pollers = Pollers(ports, self._sweep, lambda: bool(self._receives), self._break)
+        self._inbox = Inbox(
+            self._receives, self._peers, ports, self._observer, self._connector_with
+        )
         self._timer: asyncio.TimerHandle | None = None
         self._is_closed = False
         self._failure: IsthmusError | None = None
         self._log = RateLimitedLog(get_logger("kvtransfer"))
         self.bytes_sent = 0
-        self.bytes_received = 0
         self.num_sweeps = 0
-        self.ignored: Counter[Ignored] = Counter()
+
+    @property
+    def bytes_received(self) -> int:
+        return self._inbox.num_bytes
+
+    @property
+    def ignored(self) -> Counter[Ignored]:
+        """Notifications that changed nothing, by the reason."""
+        return self._inbox.ignored
 
     # --- peers ---------------------------------------------------------------------------------
 
@@ -108,26 +115,18 @@ class TransferManager:
         Raises HandshakeError, LayoutMismatchError or StaleEpochError; the peer table is then as it
         was before.
         """
-        await self._peers.meet(offer, self._check_offer_fed)
+        await self._peers.meet(offer, lambda met: self._check_feeds(met.ranks[0].layout))
         return self._offer
 
     async def complete(self, offer: TransferOffer) -> None:
         """The initiator's half, with the answer: KV will come from there. Raises as ``answer``
         does."""
-        await self._peers.meet(offer, self._check_fed)
-
-    def _check_offer_fed(self, offer: TransferOffer) -> None:
-        self._check_feeds(offer.ranks[0].layout)
+        await self._peers.meet(
+            offer, lambda met: check_dtypes(met.ranks[0].layout, self._layouts[0])
+        )
 
     def _check_feeds(self, target: KvLayout) -> None:
-        """Raises LayoutMismatchError when KV of this instance cannot go to such a store."""
-        _check_dtypes(self._layouts[0], target)
-        if target.dtype != self._layouts[0].dtype:
-            for source in self._layouts:
-                check_staging(self._staging_bytes, source, target)
-
-    def _check_fed(self, offer: TransferOffer) -> None:
-        _check_dtypes(offer.ranks[0].layout, self._layouts[0])
+        check_feeds(self._layouts, self._staging_bytes, target)
 
     @property
     def _staging_bytes(self) -> int:
@@ -169,7 +168,7 @@ class TransferManager:
             f"{instance_id} is lost", stage="transfer", instance_id=instance_id
         )
         await self._peers.forget(instance_id, lost, is_gone)
-        self._look()
+        self._pollers.look()
 
     async def sever(self, session: SendSession) -> None:
         """For an ended session whose writes do not end by themselves (a stopped peer, a link that
@@ -261,19 +260,8 @@ class TransferManager:
 
     def bytes_per_s(self) -> dict[InstanceId, float]:
         """What goes to each peer in a second, as measured; peers without a measurement are left
-        out. Ranks send side by side and are alike: those of which nothing is known count as the
-        mean of the others."""
-        rates: dict[InstanceId, float] = {}
-        for peer in self._peers:
-            known: dict[int, float] = {}
-            for (rank, _), name in peer.names.items():
-                rate = self._ports[rank].bytes_per_s(name)
-                if rate is not None:
-                    known[rank] = max(rate, known.get(rank, 0.0))
-            if known:
-                num_ranks = len({rank for rank, _ in peer.names})
-                rates[peer.ref.instance_id] = sum(known.values()) / len(known) * num_ranks
-        return rates
+        out."""
+        return self._peers.bytes_per_s()
 
     @property
     def inflight_bytes(self) -> int:
@@ -338,13 +326,13 @@ class TransferManager:
     def _opened(self, side: Side, ticket: TransferTicket) -> None:
         self._opened_ns[side, ticket.transfer_id] = self._clock.monotonic_ns()
         self._arm_timer()
-        self._look()
+        self._pollers.look()
 
     # --- what sessions tell (SendHost, ReceiveHost) -----------------------------------------------
 
     def submit(self, write: Write) -> None:
         self._ports[write.rank].submit(write)
-        self._kicks[write.rank].set()
+        self._pollers.kick(write.rank)
 
     def max_write_bytes(self, rank: int, peer: PeerName) -> int:
         return self._ports[rank].max_write_bytes(peer)
@@ -361,7 +349,7 @@ class TransferManager:
 
     def receive_ended(self, session: ReceiveSession) -> None:
         self._session_ended("receive", session.ticket, session.state.value, session.num_bytes)
-        self._look()
+        self._pollers.look()
 
     def decline(self, ticket: TransferTicket) -> None:
         """Tells the target of a ticket that was never opened that nothing will come."""
@@ -387,7 +375,7 @@ class TransferManager:
         self._receives.pop(session.ticket.transfer_id, None)
 
     def receive_needs_poll(self) -> None:
-        self._look()
+        self._pollers.look()
 
     def receive_owed(self) -> None:
         self._arm_timer()
@@ -409,10 +397,7 @@ class TransferManager:
 
     def start(self) -> None:
         """Begins to drive the connectors. Call once, on the event loop."""
-        for rank in range(len(self._ports)):
-            poller = asyncio.create_task(self._poll(rank), name=f"kvtransfer-poll-{rank}")
-            poller.add_done_callback(self._poller_ended)
-            self._pollers.append(poller)
+        self._pollers.start()
 
     async def close(self) -> None:
         """Fails every session, then closes the connectors. Idempotent."""
@@ -422,9 +407,7 @@ class TransferManager:
         self._fail_all(TransferError("this instance is shutting down", stage="transfer"))
         if self._timer is not None:
             self._timer.cancel()
-        for poller in self._pollers:
-            poller.cancel()
-        await asyncio.gather(*self._pollers, return_exceptions=True)
+        await self._pollers.close()
         closed = await asyncio.gather(*(port.close(_CLOSE_TIMEOUT_S) for port in self._ports))
         if not all(closed):
             self._log.warning("close", "a connector did not close in time")
@@ -453,32 +436,8 @@ class TransferManager:
             delay_s = max(0, min(deadlines) - self._clock.monotonic_ns()) / NS_PER_S
             self._timer = asyncio.get_running_loop().call_later(delay_s, self.expire_due)
 
-    async def _poll(self, rank: int) -> None:
-        port, kick = self._ports[rank], self._kicks[rank]
-        while True:
-            if not (port.num_open_writes or self._receives):
-                await kick.wait()
-            kick.clear()
-            patience_s = _PATIENCE_S if self._receives else _PATIENCE_SENDING_S
-            await self._sweep(rank, patience_s)
-
-    def _look(self) -> None:
-        """Something may have changed: the pollers look at once."""
-        for port, kick in zip(self._ports, self._kicks, strict=True):
-            kick.set()
-            port.wake()
-
-    def _poller_ended(self, poller: asyncio.Task[None]) -> None:
-        """A poller ends by ``close``; any other end must not leave sessions waiting for it."""
-        if poller.cancelled() or (error := poller.exception()) is None:
-            return
-        log = get_logger("kvtransfer")
-        if isinstance(error, InstanceLostError):
-            log.error("a rank is lost", problem=error.message)
-            failure: IsthmusError = error
-        else:
-            log.error("poller failed", exc_info=error)
-            failure = TransferError(f"the transfer poller failed: {error!r}", stage="transfer")
+    def _break(self, failure: IsthmusError) -> None:
+        """No transfer can go on here."""
         if self._failure is None:
             self._failure = failure
             if self._on_failed is not None:
@@ -511,58 +470,11 @@ class TransferManager:
         if sweep.ended:
             self._observer.links_measured(self.bytes_per_s(), self.connectors_by_peer())
         for peer_name, payload in sweep.notifications:
-            await self._accept(rank, peer_name, payload)
+            await self._inbox.accept(rank, peer_name, payload)
         if isinstance(sweep.error, InstanceLostError):
             raise sweep.error
         if sweep.error is not None:
             self._log.warning("connector", "taking notifications failed", error=repr(sweep.error))
-
-    async def _accept(self, rank: int, peer_name: PeerName, payload: bytes) -> None:
-        ignored = await self._deliver(rank, peer_name, payload)
-        if ignored is not None:
-            self.ignored[ignored] += 1
-            self._observer.notification_ignored(ignored)
-
-    async def _deliver(self, rank: int, peer_name: PeerName, payload: bytes) -> Ignored | None:
-        """``payload`` came to our ``rank``."""
-        note = decode(payload)
-        if note is None:
-            return Ignored.MALFORMED
-        session = self._receives.get(note.transfer_id)
-        if session is None:
-            return Ignored.UNKNOWN
-        source_rank = self._peers.rank_of(peer_name, rank, session.ticket.source)
-        if source_rank is None:
-            return Ignored.FOREIGN
-        ranks = source_rank, rank
-        num_corrupt = await self._count_corrupt(session, note, ranks)
-        before = session.num_bytes
-        ignored = session.accept(note, ranks, num_corrupt)
-        self.bytes_received += session.num_bytes - before
-        return ignored
-
-    async def _count_corrupt(
-        self, session: ReceiveSession, note: Notification, ranks: Ranks
-    ) -> int:
-        content = session.content_of(note, ranks)
-        if content is None:
-            return 0
-        num_corrupt = await self._ports[ranks[1]].count_corrupt(content)
-        if num_corrupt and session.is_open:  # else its blocks may have been others' meanwhile
-            self._observer.blocks_corrupt(num_corrupt, self._connector_with(session.ticket.source))
-            get_logger("kvtransfer").warning(
-                "corrupt blocks",
-                request_id=session.ticket.request_id,
-                transfer=note.transfer_id.hex(),
-                chunk=note.chunk,
-                num_blocks=num_corrupt,
-            )
-        return num_corrupt
-
-
-def _check_dtypes(source: KvLayout, target: KvLayout) -> None:
-    if problem := source.cannot_feed(target):
-        raise LayoutMismatchError(f"KV layouts do not match: {problem}", stage="handshake")
 
 
 class _Notice:

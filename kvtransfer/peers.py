@@ -80,6 +80,22 @@ class PeerTable:
         """What KV goes over, peer by peer."""
         return {instance_id: peer.connector for instance_id, peer in self._by_id.items()}
 
+    def bytes_per_s(self) -> dict[InstanceId, float]:
+        """What goes to each peer in a second, as measured; peers without a measurement are left
+        out. Ranks send side by side and are alike: those of which nothing is known count as the
+        mean of the others."""
+        rates: dict[InstanceId, float] = {}
+        for peer in self:
+            known: dict[int, float] = {}
+            for (rank, _), name in peer.names.items():
+                rate = self._ports[rank].bytes_per_s(name)
+                if rate is not None:
+                    known[rank] = max(rate, known.get(rank, 0.0))
+            if known:
+                num_ranks = len({rank for rank, _ in peer.names})
+                rates[peer.ref.instance_id] = sum(known.values()) / len(known) * num_ranks
+        return rates
+
     def rank_of(self, name: PeerName, our_rank: int, ref: InstanceRef) -> int | None:
         """Which rank of exactly this instance and epoch it is that ``name`` sends from, as our
         rank's connector says; None when it is of none."""

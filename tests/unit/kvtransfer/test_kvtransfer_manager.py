@@ -371,7 +371,7 @@ async def test_started_managers_move_blocks_and_then_rest() -> None:
     assert (pair.decode.blocks(blocks(3, 4)) == pair.prefill.blocks(blocks(1, 2))).all()
     pair.assert_idle()
     managers = (pair.prefill.manager, pair.decode.manager)
-    kicks = [kick for manager in managers for kick in manager._kicks]
+    kicks = [kick for manager in managers for kick in manager._pollers._kicks]
     # A poller that waits for its kick sweeps no more; one that merely has no CPU time would.
     await poll_until(lambda: all(kick._waiters and not kick.is_set() for kick in kicks))
     seen = [manager.num_sweeps for manager in managers]
@@ -416,7 +416,7 @@ async def test_poller_that_fails_fails_its_sessions(monkeypatch: pytest.MonkeyPa
     def broken(rank: int, peer_name: PeerName, payload: bytes) -> None:
         raise RuntimeError("bug")
 
-    monkeypatch.setattr(pair.decode.manager, "_accept", broken)
+    monkeypatch.setattr(pair.decode.manager._inbox, "accept", broken)
     pair.prefill.connector.post_write(PeerName("decode-0@1"), (), b"x")
     with pytest.raises(TransferError, match="poller failed"):
         await receive.wait_complete()

@@ -205,7 +205,7 @@ async def test_notification_of_another_instance_is_foreign() -> None:
     async with transfer_pair() as pair, transfer_pair() as other:
         _, receive = pair.open([0])
         payload = note(receive, 0, 0, 1, flags=Flags.LAST)
-        await pair.decode.manager._accept(0, PeerName("prefill-0@2"), payload)
+        await pair.decode.manager._inbox.accept(0, PeerName("prefill-0@2"), payload)
         assert receive.state is ReceiveState.RESERVED
         await tell(other, payload)
         assert pair.decode.observer.ignored == [Ignored.FOREIGN]
