@@ -22,7 +22,7 @@ from isthmus.common.errors import (
 )
 from isthmus.kvtransfer.copies import Copies
 from isthmus.kvtransfer.interface import Connector, CopyOp, WriteState
-from isthmus.kvtransfer.link import LinkEstimate
+from isthmus.kvtransfer.link import LinkEstimate, ToldEstimate
 from isthmus.kvtransfer.send_queue import SendQueue
 from isthmus.kvtransfer.writes import Outcome, Sweep, Write, WriteOwner
 
@@ -153,7 +153,7 @@ class Lane:
         return hopeless(self.link, write.owner.num_bytes_left)
 
 
-def hopeless(link: LinkEstimate, num_bytes: int) -> TransferHopelessError:
+def hopeless(link: LinkEstimate | ToldEstimate, num_bytes: int) -> TransferHopelessError:
     rate = (link.bytes_per_s or 0.0) / 1e6
     return TransferHopelessError(
         f"{num_bytes / 1e6:.1f} MB cannot be there by the deadline: the link carries "

@@ -48,6 +48,33 @@ class Departure:
     num_delivered: int
 
 
+def window_bytes(bytes_per_ns: float) -> int:
+    """Most bytes in flight on a link that was measured to be so fast."""
+    return min(max(int(bytes_per_ns * LANDING_NS), LEAST_WINDOW_BYTES), MOST_WINDOW_BYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class ToldEstimate:
+    """Another process's estimate, as it last told; ``told_ns``: when that came."""
+
+    bytes_per_s: float
+    told_ns: int
+
+    @property
+    def max_write_bytes(self) -> int:
+        return window_bytes(self.bytes_per_s / NS_PER_S) // WRITES_IN_WINDOW
+
+    def is_too_slow(self, num_bytes: int, now_ns: int, deadline_ns: int) -> bool:
+        """As ``LinkEstimate.is_too_slow``."""
+        if now_ns - self.told_ns > _JUDGES_NS:
+            return False
+        return _is_surely_late(num_bytes, self.bytes_per_s / NS_PER_S, deadline_ns - now_ns)
+
+
+def _is_surely_late(num_bytes: int, bytes_per_ns: float, left_ns: int) -> bool:
+    return num_bytes > _DOUBT * bytes_per_ns * max(0, left_ns)
+
+
 class LinkEstimate:
     """Written by the connector's thread; ``bytes_per_s`` may be read by others. Times are
     monotonic."""
@@ -72,8 +99,7 @@ class LinkEstimate:
         """Most bytes in flight."""
         if not self._is_measured:
             return INITIAL_WINDOW_BYTES
-        landing = int(self._rate() * LANDING_NS)
-        return min(max(landing, LEAST_WINDOW_BYTES), MOST_WINDOW_BYTES)
+        return window_bytes(self._rate())
 
     @property
     def max_write_bytes(self) -> int:
@@ -109,7 +135,7 @@ class LinkEstimate:
         last_sign_ns = max(self._sampled_ns, self._looked_ns if self._stalled_ns else 0)
         if not self._is_measured or now_ns - last_sign_ns > _JUDGES_NS:
             return False
-        return num_bytes > _DOUBT * self._rate() * max(0, deadline_ns - now_ns)
+        return _is_surely_late(num_bytes, self._rate(), deadline_ns - now_ns)
 
     def _learn(self, num_bytes: int, rate: float) -> None:
         if num_bytes < LEAST_SAMPLE_BYTES:

@@ -165,6 +165,8 @@ class PortServer:
     async def _look(self, patience_s: float) -> wire.Seen:
         sweep = await self._opened.sweep(patience_s)
         ended = []
+        peers = {write.peer for write, outcome, _ in sweep.ended if outcome is Outcome.DONE}
+        rates = [(peer, self._opened.bytes_per_s(peer)) for peer in peers]
         for write, outcome, error in sweep.ended:
             number, owner_number = self._numbers.pop(write)
             owner = self._owners[owner_number]
@@ -177,4 +179,5 @@ class PortServer:
             notifications=tuple(sweep.notifications),
             num_posted=sweep.num_posted,
             error=repr(sweep.error) if sweep.error is not None else "",
+            rates=tuple((peer, rate) for peer, rate in rates if rate is not None),
         )

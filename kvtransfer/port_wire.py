@@ -133,6 +133,8 @@ class Seen(_Message, frozen=True, tag="seen"):
     notifications: tuple[tuple[str, bytes], ...]
     num_posted: int
     error: str
+    rates: tuple[tuple[str, float], ...] = ()
+    """Bytes per second to peers to whom something has arrived, as measured."""
 
 
 class Added(_Message, frozen=True, tag="added"):

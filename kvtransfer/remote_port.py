@@ -22,8 +22,8 @@ from isthmus.kvtransfer.checksums import ChunkContent
 from isthmus.kvtransfer.copies import Copies
 from isthmus.kvtransfer.driver import LONGEST_PAUSE_COMPUTING_S
 from isthmus.kvtransfer.interface import PeerName
-from isthmus.kvtransfer.lane import may_go
-from isthmus.kvtransfer.link import LinkEstimate
+from isthmus.kvtransfer.lane import hopeless, may_go
+from isthmus.kvtransfer.link import LinkEstimate, ToldEstimate
 from isthmus.kvtransfer.writes import Outcome, Sweep, Write, WriteOwner
 
 # Silence is counted in waits of this length: time in which this process was stopped is none.
@@ -56,6 +56,7 @@ class RemotePort:
         self._owners: dict[WriteOwner, int] = {}  # of these; numbered as their first is
         self._num_of: Counter[WriteOwner] = Counter()  # how many of these each has
         self._unready: dict[int, Write] = {}  # of these; the follower has not been told yet
+        self._links: dict[PeerName, LinkEstimate | ToldEstimate] = {}  # as the follower measures
         self._lost: InstanceLostError | None = None
         self._opened: wire.Opened | None = None
         self._receiver = asyncio.create_task(self._receive(reader), name=f"rank {rank}")
@@ -91,15 +92,21 @@ class RemotePort:
     def open_bytes(self) -> int:
         return self._open_bytes
 
-    def bytes_per_s(self, peer: PeerName) -> float | None:  # noqa: ARG002
-        """None: a follower measures its links for its own windows and does not tell."""
-        return None
+    def bytes_per_s(self, peer: PeerName) -> float | None:
+        return self._link(peer).bytes_per_s
 
-    def max_write_bytes(self, peer: PeerName) -> int:  # noqa: ARG002
-        return LinkEstimate().max_write_bytes
+    def max_write_bytes(self, peer: PeerName) -> int:
+        return self._link(peer).max_write_bytes
 
     def check_in_time(self, peer: PeerName, num_bytes: int, deadline_ns: int) -> None:
-        """Nothing is known here; the follower drops what it finds to be in vain."""
+        """By what the follower has told; of the rest it drops what it finds to be in vain."""
+        link = self._link(peer)
+        if link.is_too_slow(num_bytes, self._clock.monotonic_ns(), deadline_ns):
+            raise hopeless(link, num_bytes)
+
+    def _link(self, peer: PeerName) -> LinkEstimate | ToldEstimate:
+        """One that knows nothing until the follower has told something."""
+        return self._links.get(peer) or LinkEstimate()
 
     def submit(self, write: Write) -> None:
         """A step that is under way is the leader's to watch: until it has computed what is to be
@@ -158,6 +165,10 @@ class RemotePort:
             sweep.ended.append((self._take(number), outcome, problem))
         sweep.notifications = [(PeerName(peer), payload) for peer, payload in seen.notifications]
         sweep.num_posted = seen.num_posted
+        now_ns = self._clock.monotonic_ns()
+        for name, rate in seen.rates:
+            if (peer := PeerName(name)) in self._links:  # else it has been removed meanwhile
+                self._links[peer] = ToldEstimate(rate, now_ns)
         if seen.error:
             sweep.error = TransferError(f"rank {self._rank}: {seen.error}", stage="transfer")
         return sweep
@@ -190,7 +201,9 @@ class RemotePort:
         except asyncio.CancelledError:
             adding.add_done_callback(self._take_back)
             raise
-        return PeerName(added.peer)
+        name = PeerName(added.peer)
+        self._links[name] = LinkEstimate()
+        return name
 
     def _take_back(self, adding: asyncio.Future[wire.Result]) -> None:
         """A peer that nobody waits for any more has come."""
@@ -202,6 +215,7 @@ class RemotePort:
                 self._call(wire.RemovePeer(added.peer, 0.0))
 
     async def remove_peer(self, peer: PeerName, timeout_s: float) -> None:
+        self._links.pop(peer, None)
         with suppress(InstanceLostError):  # and its peers with it
             await self._answer(
                 self._call(wire.RemovePeer(peer, timeout_s)), wire.Removed, timeout_s

@@ -12,10 +12,12 @@ from isthmus.common.errors import (
     HandshakeError,
     InstanceLostError,
     TransferError,
+    TransferHopelessError,
     TransferTimeoutError,
 )
 from isthmus.common.kv_layout import KvLayout
 from isthmus.kvtransfer.interface import PeerName
+from isthmus.kvtransfer.link import LEAST_WINDOW_BYTES, WRITES_IN_WINDOW
 from isthmus.kvtransfer.notification import Flags, Notification
 from isthmus.kvtransfer.receive_session import Proof, ReceiveState
 from isthmus.kvtransfer.routes import meeting_ranks, routes_between
@@ -268,6 +270,55 @@ async def test_progress_that_cannot_be_asked_for_fails_the_transfer_alone() -> N
         await pair.drive()
         assert (receive.state, receive.proof) == (ReceiveState.FAILED, Proof.SENDER_CONFIRMED)
         pair.assert_idle()
+
+
+# --- how fast links are --------------------------------------------------------------------------
+
+
+async def test_a_follower_tells_its_leader_how_fast_its_links_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("isthmus.kvtransfer.link.LEAST_SAMPLE_BYTES", 1)
+    pairs = layouts(2, 2), layouts(2, 2)
+    async with rank_pair(*pairs, is_remote=True, script="0:delay=2") as (pair, _):
+        manager, peer = pair.prefill.manager, pair.decode.ref.instance_id
+        follower, name = pair.prefill.manager._ports[1], PeerName("decode-0@1/1")
+        assert follower.bytes_per_s(name) is None
+        send, receive = pair.open([0])
+        send.push(0, blocks(7), is_last=True)
+        await pair.drive(1)
+        pair.clock.advance_ms(100)
+        await pair.drive()
+        await receive.wait_complete()
+        each = 10 * LAYOUT.block_bytes
+        assert follower.bytes_per_s(name) == pytest.approx(each)
+        # Both ranks send side by side, and neither is guessed from the other.
+        pair.prefill.stores.ports[0].bytes_per_s = lambda _: None  # type: ignore[method-assign]
+        assert manager.bytes_per_s() == {peer: pytest.approx(2 * each)}
+        follower.check_in_time(name, each, pair.clock.monotonic_ns() + 10**9)
+        with pytest.raises(TransferHopelessError, match="the link carries"):
+            follower.check_in_time(name, 3 * each, pair.clock.monotonic_ns() + 10**9)
+        pair.clock.advance_ms(11_000)  # too old to judge by
+        follower.check_in_time(name, 3 * each, pair.clock.monotonic_ns() + 10**9)
+        await manager.forget(peer)
+        assert follower.bytes_per_s(name) is None
+
+
+async def test_writes_of_a_follower_grow_with_what_its_link_carries(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("isthmus.kvtransfer.link.LEAST_SAMPLE_BYTES", 1)
+    pairs = layouts(2, 2), layouts(2, 2)
+    async with rank_pair(*pairs, is_remote=True, script="0:delay=2") as (pair, _):
+        follower, name = pair.prefill.manager._ports[1], PeerName("decode-0@1/1")
+        before = follower.max_write_bytes(name)
+        send, receive = pair.open([0])
+        send.push(0, blocks(7), is_last=True)
+        await pair.drive(1)
+        pair.clock.advance_ms(1_000)  # a slow one
+        await pair.drive()
+        await receive.wait_complete()
+        assert follower.max_write_bytes(name) == LEAST_WINDOW_BYTES // WRITES_IN_WINDOW < before
 
 
 # --- a lost follower -----------------------------------------------------------------------------
