@@ -51,7 +51,8 @@ class Drivers:
 
     def bytes_per_s(self, peer: PeerName) -> float | None:
         """What the link to ``peer`` was measured to carry; None while that is not known."""
-        return self._by_peer[peer].bytes_per_s(peer)
+        driver = self._by_peer.get(peer)
+        return driver.bytes_per_s(peer) if driver is not None else None
 
     def max_write_bytes(self, peer: PeerName) -> int:
         """How large a write should be at most."""
@@ -63,7 +64,9 @@ class Drivers:
         self._by_peer[peer].check_in_time(peer, num_bytes, deadline_ns)
 
     def submit(self, write: Write) -> None:
-        self._by_peer[write.peer].submit(write)
+        """Of one to a peer that has been removed the owner hears that it was not posted."""
+        driver = self._by_peer.get(write.peer) or next(iter(self._drivers.values()))
+        driver.submit(write)
 
     def wake(self) -> None:
         """There may be something to see: a patient sweep looks once more and returns."""
@@ -108,10 +111,9 @@ class Drivers:
         return peer
 
     async def remove_peer(self, peer: PeerName, timeout_s: float) -> None:
-        """Comes back after ``timeout_s`` at the latest: the connector then does it when it can.
-
-        Its writes still go to its driver, which reports how they end."""
-        driver = self._by_peer.get(peer)
+        """Comes back after ``timeout_s`` at the latest: the connector then does it when it can. How
+        its writes end is still reported."""
+        driver = self._by_peer.pop(peer, None)
         if driver is not None:
             await driver.remove_peer(peer, timeout_s)
 

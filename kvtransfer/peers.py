@@ -9,9 +9,10 @@ has been replaced stays refused even after its successor is forgotten.
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from itertools import islice
 
 from isthmus.common.errors import HandshakeError, IsthmusError, StaleEpochError
 from isthmus.common.ids import InstanceId
@@ -23,6 +24,10 @@ from isthmus.kvtransfer.interface import PeerName
 from isthmus.kvtransfer.negotiation import negotiate
 from isthmus.kvtransfer.rank_port import RankPort
 from isthmus.kvtransfer.routes import Ranks, Route, meeting_ranks, routes_between
+
+# Instances whose newest epoch is known, of those that have left: whoever left before so many others
+# is not known to have been replaced any more.
+MAX_REMEMBERED = 4096
 
 # Called before a peer leaves the table: (instance, why, whether its process has surely ended).
 PeerLeaves = Callable[[InstanceId, IsthmusError, bool], None]
@@ -49,6 +54,12 @@ class Peer:
         return {route: self.names[route.ranks] for route in routes_between(ours, self.layouts)}
 
 
+@dataclass(slots=True)
+class _Turn:
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    num_users: int = 0
+
+
 class PeerTable:
     def __init__(
         self,
@@ -65,8 +76,8 @@ class PeerTable:
         self._on_leave = on_leave
         self._by_id: dict[InstanceId, Peer] = {}
         self._by_name: dict[tuple[int, PeerName], tuple[Peer, int]] = {}
-        self._newest: dict[InstanceId, InstanceRef] = {}
-        self._changing: defaultdict[InstanceId, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._newest: dict[InstanceId, InstanceRef] = {}  # met last is last
+        self._turns: dict[InstanceId, _Turn] = {}
 
     def __iter__(self) -> Iterator[Peer]:
         return iter(self._by_id.values())
@@ -117,7 +128,7 @@ class PeerTable:
         connector = negotiate(self._ours, offer)
         check(offer)
         ref = offer.instance
-        async with self._changing[ref.instance_id]:
+        async with self._turn(ref.instance_id):
             self.check_epoch(ref)
             known = self.find(ref)
             if known is not None:
@@ -136,11 +147,31 @@ class PeerTable:
             self._by_id[ref.instance_id] = peer
             for (ours, theirs), name in peer.names.items():
                 self._by_name[ours, name] = peer, theirs
-            self._newest[ref.instance_id] = ref
+            self._remember(ref)
+
+    @asynccontextmanager
+    async def _turn(self, instance_id: InstanceId) -> AsyncIterator[None]:
+        """One at a time changes an instance; nothing of it stays when nobody does."""
+        turn = self._turns.setdefault(instance_id, _Turn())
+        turn.num_users += 1
+        try:
+            async with turn.lock:
+                yield
+        finally:
+            turn.num_users -= 1
+            if not turn.num_users:
+                del self._turns[instance_id]
+
+    def _remember(self, ref: InstanceRef) -> None:
+        self._newest.pop(ref.instance_id, None)
+        self._newest[ref.instance_id] = ref
+        left = (name for name in self._newest if name not in self._by_id)
+        for name in [*islice(left, max(0, len(self._newest) - MAX_REMEMBERED))]:
+            del self._newest[name]
 
     async def forget(self, instance_id: InstanceId, error: IsthmusError, is_gone: bool) -> None:
         self._on_leave(instance_id, error, is_gone)  # at once, whatever holds the lock
-        async with self._changing[instance_id]:
+        async with self._turn(instance_id):
             await self._drop(instance_id, error, is_gone)
 
     async def _drop(self, instance_id: InstanceId, error: IsthmusError, is_gone: bool) -> None:

@@ -92,6 +92,25 @@ async def test_peer_that_does_not_answer_keeps_no_other_waiting(
             await end.manager.close()
 
 
+async def test_nothing_is_kept_of_peers_that_have_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("isthmus.kvtransfer.peers.MAX_REMEMBERED", 2)
+    async with transfer_pair() as pair:
+        prefill = pair.prefill.manager
+        for number in range(6):
+            other = TransferEnd(f"decode-{10 + number}", 3, pair.fabric, pair.clock)
+            await prefill.answer(other.manager.offer())
+            await prefill.forget(other.ref.instance_id, is_gone=True)
+            await prefill.forget(InstanceId(f"stranger-{number}"))
+            await other.manager.close()
+        table, drivers = prefill._peers, pair.prefill.stores.ports[0]._drivers
+        assert table._turns == {}
+        assert set(drivers._by_peer) == {"decode-0@1"}
+        # Of those there, and of the last to leave, it is known which epoch is the newest.
+        assert set(table._newest) == {"decode-0", "decode-15"}
+        with pytest.raises(StaleEpochError):
+            table.check_epoch(replace(other.ref, epoch=2))
+
+
 async def test_unreachable_peer_is_a_handshake_error() -> None:
     async with transfer_pair() as pair:
         other = TransferEnd("decode-9", 1, pair.fabric, pair.clock)
