@@ -68,5 +68,4 @@ class PrefixGive:
         the quarantine is dropped."""
         if self._session is not None:
             self._session.cancel()
-            await self._session.quiesce()
-            await self._transfers.sever(self._session)
+            await self._session.at_rest()

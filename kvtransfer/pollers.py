@@ -1,7 +1,9 @@
 """Drives the ports of an instance: one task a rank, which sweeps while there is something to see.
 
 A port is swept while a write is on its way or a target block could still be written; else its task
-sleeps until it is kicked, so an idle instance costs nothing.
+sleeps until it is kicked, so an idle instance costs nothing. A connector that hangs in a call would
+leave every block that a peer may write to in quarantine for ever, without a word: a sweep that does
+not come back is as bad as a lost rank.
 """
 
 from __future__ import annotations
@@ -16,6 +18,11 @@ from isthmus.kvtransfer.rank_port import RankPort
 # How long a sweep may wait for something to happen; resting sessions count time between sweeps.
 _PATIENCE_S = 0.05
 _PATIENCE_SENDING_S = 0.5  # while there is nothing to be received
+
+# A sweep that was under way at so many looks in a row hangs: time in which this process was stopped
+# is one look.
+_LOOK_S = 5.0
+_MAX_LOOKS = 12
 
 log = get_logger("kvtransfer")
 
@@ -37,10 +44,12 @@ class Pollers:
         self._is_receiving = is_receiving
         self._on_broken = on_broken
         self._kicks = [asyncio.Event() for _ in ports]
+        self._looks: dict[int, int] = {}  # of ranks that are swept: at so many looks already
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
         """Call once."""
+        self._tasks.append(asyncio.create_task(self._watch(), name="kvtransfer-watch"))
         for rank in range(len(self._ports)):
             task = asyncio.create_task(self._poll(rank), name=f"kvtransfer-poll-{rank}")
             task.add_done_callback(self._ended)
@@ -67,7 +76,23 @@ class Pollers:
             if not (port.num_open_writes or self._is_receiving()):
                 await kick.wait()
             kick.clear()
-            await self._sweep(rank, _PATIENCE_S if self._is_receiving() else _PATIENCE_SENDING_S)
+            self._looks[rank] = 0
+            try:
+                patience_s = _PATIENCE_S if self._is_receiving() else _PATIENCE_SENDING_S
+                await self._sweep(rank, patience_s)
+            finally:
+                del self._looks[rank]
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            for rank in self._looks:
+                self._looks[rank] += 1
+                if self._looks[rank] > _MAX_LOOKS:
+                    log.error("a connector hangs", rank=rank)
+                    text = f"a connector of rank {rank} does not come back"
+                    self._on_broken(TransferError(text, stage="transfer"))
+                    return
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         """A poller ends by ``close``; any other end must not leave sessions waiting for it."""

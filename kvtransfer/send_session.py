@@ -6,10 +6,11 @@
         └────────────┴───────────────┴─────────▶ FAILED │ CANCELLED │ EXPIRED
 
 A session is made only towards a peer that has shaken hands, so it begins CONNECTED. It reads its
-source blocks until it is quiet: the worker keeps its hold on them until ``drained`` has returned,
-or the manager's ``sever`` where ``quiesce`` waited in vain. Ending badly stops every write that is
-not yet posted and, once the posted ones have ended, tells the receiver so (ABORTED), with QUIET
-when nothing of them can still land.
+source blocks until it is quiet: the worker keeps its hold on them until ``drained`` or ``at_rest``
+has returned. Ending badly stops every write that is not yet posted and, once the posted ones have
+ended, tells the receiver so (ABORTED), with QUIET when nothing of them can still land. Posted ones
+that do not end by themselves (a stopped peer, a dead link) are ended by the manager, which takes
+their peer from the connector at ``rests_by_ns``.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from isthmus.kvtransfer.conversion import (
     staged_layout,
 )
 from isthmus.kvtransfer.interface import PeerName
+from isthmus.kvtransfer.link import LANDING_NS
 from isthmus.kvtransfer.notification import Flags, Notification
 from isthmus.kvtransfer.plan import Side, blocks_of, needed_from, plan_copies
 from isthmus.kvtransfer.routes import Route
@@ -45,6 +47,8 @@ from isthmus.kvtransfer.writes import Outcome, Write
 
 # Bounds what a notification carries and how many copies one write is made of.
 MAX_WRITE_BLOCKS = 512
+# What is in flight on a link that is well lands within half of it.
+_LEAST_REST_NS = 2 * LANDING_NS
 _STAGED_WRITES = 4  # have room at a time, where KV is converted
 # Of a write that is made while its step still runs. Within a machine a write is a copy by this
 # process: a short one leaves memory and cores to the step, and lets other sessions' writes between.
@@ -169,6 +173,11 @@ class SendSession:
         return num_left * max(sizes) // sum(sizes)
 
     @property
+    def rests_by_ns(self) -> int:
+        """Of an ended session: when its writes should long have ended."""
+        return self._ended_ns + max(self._quarantine_ns, _LEAST_REST_NS)
+
+    @property
     def is_quiet(self) -> bool:
         """True when the session has ended and reads no source block any more."""
         return self._quiet.is_set()
@@ -250,8 +259,7 @@ class SendSession:
         return not self._may_still_land
 
     async def at_rest(self) -> None:
-        """For an ended session: returns when none of its writes is in flight, however long that
-        takes; ``TransferManager.sever`` bounds it."""
+        """For an ended session: returns when none of its writes is in flight."""
         await self._quiet.wait()
 
     # --- for the manager -----------------------------------------------------------------------

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from enum import Enum
 
@@ -83,10 +82,8 @@ class PrefillCall:
         session: SendSession,
         engine: EngineCore,
         clock: Clock,
-        sever: Callable[[SendSession], Awaitable[None]],
         layers_per_push: int = 0,
     ) -> None:
-        """``sever`` is ``TransferManager.sever``."""
         self.request = request
         self.ticket = ticket
         self.session = session
@@ -96,7 +93,6 @@ class PrefillCall:
         self.updates: asyncio.Queue[PrefillUpdate | None] = asyncio.Queue()
         self._engine = engine
         self._clock = clock
-        self._sever = sever
         target = session.target_layout  # its blocks may be of another size than the engine's
         layers = LayerSteps(target.num_layers, target.layer_bytes, layers_per_push)
         self._feed = ChunkFeed(
@@ -226,6 +222,6 @@ class PrefillCall:
         self._engine.abort(self.request.request_id)
         self.session.cancel()
         is_quiet = await self.session.quiesce()
-        await self._sever(self.session)
+        await self.session.at_rest()
         self._engine.release_hold(self.request.request_id)
         return is_quiet

@@ -119,7 +119,6 @@ class PrefillWorker:
             session,
             runtime.engine,
             runtime.clock,
-            runtime.transfers.sever,
             runtime.config.transfer.layers_per_push,
         )
         try:
