@@ -4,12 +4,8 @@ Threads: the engine thread alone calls ``step``; everything else may be called f
 returns within microseconds. One lock guards queues, sequences and blocks. It is held while a step
 is planned and while its results are entered, not while the model runs::
 
-    step   [lock: plan] ─── forward, sample ─── [lock: enter results]
+    step   [lock: plan] ─── forward, sample ─── [lock: enter results]      (see ``steps``)
                              abort, reserve, release_hold, … come in here
-
-With asynchronous scheduling the step after that is planned and launched before the wait for this
-one (see ``flight``): then up to two steps are in flight, and what the second computes for sequences
-that end with the first is void.
 
 No block is handed out while a forward pass may still write to it (see ``owners``), and none while a
 transfer may: blocks of a PREFILL_ONLY sequence may be read by a peer from its first chunk on, so,
@@ -18,43 +14,33 @@ however it ends, they stay HELD until ``release_hold``.
 
 from __future__ import annotations
 
-import threading
-from collections import deque
 from collections.abc import Callable
 
 from isthmus.common.clock import NS_PER_MS, Clock
-from isthmus.common.cluster import NO_STEPS
 from isthmus.common.config import EngineConfig, ModelConfig
 from isthmus.common.errors import InternalError, OutOfBlocksError
 from isthmus.common.hashing import block_hashes, root_hash
 from isthmus.common.ids import BlockHash, BlockId, RequestId
 from isthmus.common.kv_events import KvEvent
-from isthmus.common.types import FinishReason, Request, TokenLogprob
+from isthmus.common.types import FinishReason, Request
 from isthmus.engine.admission import check_request
 from isthmus.engine.block_table import BlockTable, TableState
-from isthmus.engine.flight import Flight, FlightState
 from isthmus.engine.kv_manager import KvCacheManager
 from isthmus.engine.kv_store import KvStore, count_blocks, is_shared, layout_of
 from isthmus.engine.models.types import LanguageModel
 from isthmus.engine.owners import BlockOwners
-from isthmus.engine.runner import StepTokens
 from isthmus.engine.runners import RunnerOf, is_asynchronous, make_runner, measured_kv_bytes
-from isthmus.engine.sampler import Sampled, SampledToken
-from isthmus.engine.scheduler import Scheduler, StepPlan
-from isthmus.engine.sequence import SeqStatus, Sequence
-from isthmus.engine.step_totals import add_step
+from isthmus.engine.scheduler import Scheduler
+from isthmus.engine.sequence import Sequence
+from isthmus.engine.steps import Steps, WorkSignal
 from isthmus.engine.stop_rules import find_finish_reason
 from isthmus.engine.types import (
     EngineLoad,
     Reservation,
     SequenceMode,
-    SequenceUpdate,
     StepLaunch,
     StepOutput,
 )
-
-MAX_FAILED_STEPS = 3  # in a row; then the fault is not the requests' but ours
-_STEP_MS_WEIGHT = 0.1  # of the newest step in the moving average
 
 
 class EngineCore:
@@ -88,20 +74,19 @@ class EngineCore:
         longest = max_model_len or self.spec.max_model_len
         capacity = self._kv.num_blocks * config.block_size
         self.max_model_len = min(longest, self.spec.max_model_len, capacity)
-        self._runner = runner_of(model, self.kv_store, config, self.max_model_len)
-
-        self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)
-        self._may_have_work = False
-        self._is_closed = False
-        self._flights: deque[Flight] = deque()  # oldest first; the engine thread's own
-        self._max_flights = 2 if is_asynchronous(config) else 1
-        self._on_launch: Callable[[StepLaunch], None] | None = None
-        self._landed_ns = (0, 0)  # when the last step landed: unix time, monotonic
-        self._failed_steps = 0  # in a row
-        self._num_steps = 0
-        self._step_ms = 0.0
-        self._totals = NO_STEPS
+        runner = runner_of(model, self.kv_store, config, self.max_model_len)
+        self._signal = WorkSignal()
+        self._lock = self._signal.lock
+        self._steps = Steps(
+            self._signal,
+            self._scheduler,
+            self._owners,
+            self._kv,
+            runner,
+            clock,
+            self._root_hash,
+            max_flights=2 if is_asynchronous(config) else 1,
+        )
 
     @classmethod
     def build(
@@ -127,7 +112,7 @@ class EngineCore:
         sequence = self._new_sequence(request, mode)
         with self._lock:
             self._owners.add(sequence)
-            self._wake()
+            self._signal.wake()
 
     def reserve(self, request: Request) -> Reservation:
         """Sets blocks aside for a prompt that a peer will compute.
@@ -150,7 +135,7 @@ class EngineCore:
                     f"{self._kv.num_free_blocks} of {self._kv.num_blocks} KV blocks are free, too "
                     f"few for {len(request.token_ids)} more tokens",
                     stage="reserve",
-                    retry_after_ms=max(1, round(self._step_ms)),
+                    retry_after_ms=max(1, round(self._steps.step_ms)),
                 )
             self._owners.add_reservation(request.request_id, table)
             return self._reservation(request.request_id, table)
@@ -171,7 +156,7 @@ class EngineCore:
         with self._lock:
             unmoved = self.kv_layout.unmoved_tokens(len(request.token_ids))
             self._owners.admit_reservation(sequence, unmoved)
-            self._wake()
+            self._signal.wake()
 
     def reserve_prefix(
         self, request: Request, num_tokens: int, least_missing: int
@@ -208,7 +193,7 @@ class EngineCore:
         hashes = self._hash_blocks(request)[:num_blocks]
         with self._lock:
             self._owners.publish_reservation(reservation.request_id, hashes)
-            self._wake()
+            self._signal.wake()
 
     def _reservation(self, request_id: RequestId, table: BlockTable) -> Reservation:
         num_cached = table.num_cached_blocks
@@ -227,13 +212,13 @@ class EngineCore:
         which are being read for one. Idempotent."""
         with self._lock:
             self._owners.cancel_reservation(reservation.request_id, quarantine, keeps_prefix)
-            self._wake()
+            self._signal.wake()
 
     def release_quarantine(self, request_id: RequestId) -> None:
         """No write can land any more. Idempotent."""
         with self._lock:
             self._owners.release_quarantine(request_id)
-            self._wake()
+            self._signal.wake()
 
     def abort(self, request_id: RequestId) -> bool:
         """Stops a queued or running sequence; no further SequenceUpdate comes. False when it is
@@ -243,7 +228,7 @@ class EngineCore:
             if sequence is None:
                 return False
             self._owners.finish(sequence, FinishReason.ABORT)
-            self._wake()
+            self._signal.wake()
             return True
 
     def release_hold(self, request_id: RequestId) -> None:
@@ -254,7 +239,7 @@ class EngineCore:
             if sequence is not None and sequence.mode is SequenceMode.PREFILL_ONLY:
                 self._owners.finish(sequence, FinishReason.ABORT)
             self._owners.release_hold(request_id)
-            self._wake()
+            self._signal.wake()
 
     def expired_holds(self, now_ns: int, hold_ms: int) -> list[RequestId]:
         """Holds of ``hold_ms`` or older. They stay: whoever still reads the blocks has to be
@@ -271,9 +256,7 @@ class EngineCore:
 
     def wait_for_work(self, timeout_s: float) -> bool:
         """Blocks until ``step`` may find something to do; False on timeout or once closed."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._may_have_work or self._is_closed, timeout_s)
-            return self._may_have_work and not self._is_closed
+        return self._signal.wait(timeout_s)
 
     def step(self) -> StepOutput | None:
         """Plans and launches what may be in flight, then lands the oldest step and enters its
@@ -282,43 +265,18 @@ class EngineCore:
         When the model fails, the step's sequences end with InternalError and the engine goes on.
         After MAX_FAILED_STEPS failures in a row this raises InternalError, and InstanceLostError
         when one of several ranks is gone: restart the process."""
-        self._launch_steps()
-        if not self._flights:
-            return None
-        flight = self._flights.popleft()
-        outcome = flight.land()
-        ended = self._clock.now_ns(), self._clock.monotonic_ns()
-        # A step that was launched behind another began when that one ended.
-        started_ns = max(flight.launched_ns, self._landed_ns[0])
-        began_ns = max(flight.began_ns, self._landed_ns[1])
-        self._landed_ns = ended
-        with self._lock:
-            self._owners.end_flight(flight.tables)
-            updates = self._enter(flight.plan, outcome, started_ns)
-            self._count_step(flight.plan, (ended[1] - began_ns) / NS_PER_MS)
-        self._count_failure(outcome, any_entered=bool(updates))
-        return StepOutput(
-            step_id=flight.plan.step_id,
-            updates=updates,
-            started_ns=started_ns,
-            ended_ns=ended[0],
-            num_prefill_tokens=flight.plan.num_prefill_tokens,
-            num_decode_tokens=flight.plan.num_decode_tokens,
-            num_preempted=flight.plan.num_preempted,
-        )
+        return self._steps.run()
 
     def watch_launches(self, on_launch: Callable[[StepLaunch], None]) -> None:
         """From now on ``on_launch`` hears, on the engine thread and without the lock, of every step
         that computes for PREFILL_ONLY sequences, before the wait for it. Before the first step."""
-        self._on_launch = on_launch
+        self._steps.watch(on_launch)
 
     def close(self) -> None:
         """No step begins any more; wakes whoever waits. Steps in flight still land, one by each
         call of ``step``; whoever does not call it leaves the device to end them by itself. The KV
         store lives as long as this object."""
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify_all()
+        self._signal.close()
 
     # --- what others see -----------------------------------------------------------------------
 
@@ -340,9 +298,9 @@ class EngineCore:
                 held_blocks=self._kv.num_blocks_in(TableState.HELD),
                 cached_blocks=self._kv.num_free_cached_blocks,
                 quarantined_blocks=self._kv.num_blocks_in(TableState.QUARANTINED),
-                steps=self._num_steps,
-                step_ms=self._step_ms,
-                totals=self._totals,
+                steps=self._steps.num_steps,
+                step_ms=self._steps.step_ms,
+                totals=self._steps.totals,
             )
 
     def take_kv_events(self) -> list[KvEvent]:
@@ -368,11 +326,6 @@ class EngineCore:
 
     # --- inside --------------------------------------------------------------------------------
 
-    def _wake(self) -> None:
-        """Something changed that may let a step run. Under the lock."""
-        self._may_have_work = True
-        self._changed.notify_all()
-
     def _root_hash(self, request: Request) -> BlockHash:
         return root_hash(self.spec.fingerprint, request.cache_salt)
 
@@ -385,120 +338,3 @@ class EngineCore:
         check_request(request, self.max_model_len, self.spec.vocab_size)
         hashes = [] if mode is SequenceMode.PRIVATE else self._hash_blocks(request)
         return Sequence(request, mode, hashes, self._clock.monotonic_ns(), self.max_model_len)
-
-    def _launch_steps(self) -> None:
-        """Puts steps in flight until there are as many as may be, or there is no work."""
-        while len(self._flights) < self._max_flights:
-            if self._flights and self._flights[-1].state is FlightState.LANDED:
-                return  # its launch failed: nothing may count on its tokens
-            with self._lock:
-                if self._failed_steps >= MAX_FAILED_STEPS:
-                    raise InternalError(f"{self._failed_steps} steps in a row failed", stage="step")
-                flight = self._plan_flight()
-            if flight is None:
-                return
-            self._flights.append(flight)
-            num_tokens = self._watched_tokens(flight.plan)
-            flight.launch(self._runner, self._clock, is_watched=bool(num_tokens))
-            if self._on_launch is not None and flight.progress is not None:
-                self._on_launch(StepLaunch(flight.plan.step_id, num_tokens, flight.progress))
-
-    def _watched_tokens(self, plan: StepPlan) -> dict[RequestId, int]:
-        """Of sequences that a peer waits for: tokens whose KV there is when the step has run."""
-        if self._on_launch is None or not plan.num_prefill_tokens:
-            return {}
-        chunks = zip(plan.scheduled, plan.starts, plan.counts, strict=True)
-        return {
-            sequence.request_id: start + count
-            for sequence, start, count in chunks
-            if sequence.mode is SequenceMode.PREFILL_ONLY
-        }
-
-    def _plan_flight(self) -> Flight | None:
-        """Under the lock."""
-        plan = None
-        if not self._is_closed:
-            plan = self._scheduler.schedule(can_preempt=not self._flights)
-        if plan is None:
-            self._may_have_work = bool(self._flights)
-            return None
-        return Flight(plan, self._owners.begin_flight(plan.scheduled))
-
-    def _count_failure(self, outcome: StepTokens | InternalError, *, any_entered: bool) -> None:
-        if isinstance(outcome, InternalError):
-            self._failed_steps += 1
-        elif any_entered:  # a step that was void may not have run at all
-            self._failed_steps = 0
-
-    def _enter(
-        self, plan: StepPlan, outcome: StepTokens | InternalError, started_ns: int
-    ) -> tuple[SequenceUpdate, ...]:
-        """Updates of the step's sequences, except those that were stopped while it ran."""
-        updates: list[SequenceUpdate] = []
-        for sequence, count in zip(plan.scheduled, plan.counts, strict=True):
-            if sequence.status is not SeqStatus.RUNNING:
-                continue
-            sequence.scheduled_ns = sequence.scheduled_ns or started_ns
-            if isinstance(outcome, InternalError):
-                updates.append(self._fail(sequence, outcome))
-            else:
-                updates.append(self._advance(sequence, count, outcome.get(sequence)))
-        return tuple(updates)
-
-    def _advance(self, sequence: Sequence, count: int, sampled: Sampled | None) -> SequenceUpdate:
-        """``sampled`` is None while tokens of the sequence are left to compute."""
-        if isinstance(sampled, InternalError):
-            return self._fail(sequence, sampled)
-        sequence.land(count)
-        self._publish_full_blocks(sequence)
-        if sampled is None:
-            return _update(sequence)
-        prompt_logprobs = sequence.take_prompt_logprobs()
-        sequence.land_token(sampled.token_id)
-        reason = find_finish_reason(sequence)
-        if reason is not None:
-            self._owners.finish(sequence, reason)
-        elif sequence.mode is SequenceMode.PREFILL_ONLY:
-            self._owners.hold(sequence)
-        return _update(sequence, sampled, prompt_logprobs)
-
-    def _fail(self, sequence: Sequence, error: InternalError) -> SequenceUpdate:
-        self._owners.finish(sequence, FinishReason.ERROR)
-        return _update(sequence, error=error)
-
-    def _publish_full_blocks(self, sequence: Sequence) -> None:
-        assert sequence.table is not None
-        if sequence.mode is SequenceMode.PRIVATE or not self._kv.enable_prefix_cache:
-            return
-        num_full = sequence.num_computed_tokens // self._kv.block_size
-        if num_full > sequence.table.num_published_blocks:
-            sequence.extend_block_hashes(self._kv.block_size, self._root_hash(sequence.request))
-            self._kv.publish(sequence.table, sequence.block_hashes, num_full)
-
-    def _count_step(self, plan: StepPlan, elapsed_ms: float) -> None:
-        self._totals = add_step(self._totals, plan, elapsed_ms)
-        weight = _STEP_MS_WEIGHT if self._num_steps else 1.0
-        self._step_ms += weight * (elapsed_ms - self._step_ms)
-        self._num_steps += 1
-
-
-def _update(
-    sequence: Sequence,
-    sampled: SampledToken | None = None,
-    prompt_logprobs: tuple[TokenLogprob, ...] = (),
-    error: InternalError | None = None,
-) -> SequenceUpdate:
-    """What the step did to the sequence, as it stands now."""
-    reason = sequence.finish_reason
-    return SequenceUpdate(
-        request_id=sequence.request_id,
-        num_computed_tokens=sequence.num_computed_tokens,
-        num_cached_tokens=sequence.num_cached_tokens,
-        token_ids=() if sampled is None else (sampled.token_id,),
-        logprobs=() if sampled is None or sampled.logprob is None else (sampled.logprob,),
-        prompt_logprobs=prompt_logprobs,
-        finish_reason=reason,
-        stop_token_id=sequence.last_token_id if reason is FinishReason.STOP else None,
-        error=error,
-        scheduled_ns=sequence.scheduled_ns,
-    )

@@ -6,8 +6,9 @@ import pytest
 
 from isthmus.common.errors import ContextLengthError, InternalError, InvalidRequestError
 from isthmus.common.types import FinishReason, Request
-from isthmus.engine.core import MAX_FAILED_STEPS, EngineCore
+from isthmus.engine.core import EngineCore
 from isthmus.engine.sequence import SeqStatus
+from isthmus.engine.steps import MAX_FAILED_STEPS
 from isthmus.engine.types import SequenceMode
 from tests.support.engine_driver import Driver, Outcome, generate, make_prompt, make_request
 from tests.support.tiny_model import TinyModel, make_tiny_core
