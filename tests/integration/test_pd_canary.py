@@ -6,10 +6,10 @@ import pytest
 
 from isthmus.common.metrics import CANARY, CANARY_MISMATCH, CANARY_TOKENS
 from isthmus.decode_worker.canary import CanaryResult
-from tests.integration.test_pd_faults import PROMPT, Pair, faulty, start_pair
 from tests.support.engine_driver import make_prompt
 from tests.support.gateway_stub import make_request
 from tests.support.poll import poll_until
+from tests.support.worker_pair import PROMPT, LocalPair, faulty, local_pair
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.fault, pytest.mark.timeout(120)]
 
@@ -36,13 +36,13 @@ class Counts:
         await poll_until(lambda: wanted.items() <= self.moved().items(), 20)
 
 
-def cached(pair: Pair) -> set[bytes]:
+def cached(pair: LocalPair) -> set[bytes]:
     assert pair.decode.engine is not None
     return set(pair.decode.engine.cached_hashes())
 
 
 async def test_what_was_served_right_compares_equal_and_leaves_no_trace() -> None:
-    async with start_pair(faulty("", canary_every=2)) as pair:
+    async with local_pair(faulty("", canary_every=2)) as pair:
         counts = Counts()
         for salt in range(4):
             prompt = make_prompt(40, salt)
@@ -65,7 +65,7 @@ async def test_what_was_served_right_compares_equal_and_leaves_no_trace() -> Non
 
 async def test_damage_that_no_checksum_sees_raises_the_alarm() -> None:
     config = faulty("0+:corrupt", checksum="none", canary_every=1)
-    async with start_pair(config) as pair:
+    async with local_pair(config) as pair:
         counts = Counts()
         answer = await pair.run(max_tokens=9)
         assert answer.finished is not None
@@ -77,7 +77,7 @@ async def test_damage_that_no_checksum_sees_raises_the_alarm() -> None:
 
 
 async def test_what_is_sampled_or_computed_here_is_not_compared() -> None:
-    async with start_pair(faulty("", canary_every=1)) as pair:
+    async with local_pair(faulty("", canary_every=1)) as pair:
         counts = Counts()
         await pair.run(max_tokens=4, temperature=1.0)
         await pair.local(max_tokens=4)
@@ -86,7 +86,7 @@ async def test_what_is_sampled_or_computed_here_is_not_compared() -> None:
 
 
 async def test_it_gives_way_to_a_request_and_comes_back() -> None:
-    async with start_pair(faulty("", canary_every=1)) as pair:
+    async with local_pair(faulty("", canary_every=1)) as pair:
         counts = Counts()
         model = pair.decode.model
 

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 
 from isthmus.common.cluster import InstanceInfo, Role
-from isthmus.common.config import ClusterConfig
 from isthmus.common.errors import ChecksumError
 from isthmus.common.ids import InstanceId
-from isthmus.common.metrics import CORRUPT_BLOCKS, PREFILL_FAILURES
+from isthmus.common.metrics import CORRUPT_BLOCKS
 from isthmus.common.rpc import create_channel
 from isthmus.common.types import InstanceRef
 from isthmus.decode_worker.prefill_client import PrefillClient
@@ -22,75 +19,21 @@ from isthmus.protos.convert.requests import request_to_pb
 from isthmus.protos.v1 import prefill_pb2, prefill_pb2_grpc
 from isthmus.worker.lifecycle import ExitCode
 from tests.support.engine_driver import make_prompt
-from tests.support.gateway_stub import Answer, GatewayStub, check_integrity, make_request, wait_idle
-from tests.support.local_cluster import GatedModel, LocalCluster, LocalWorker, local_config
+from tests.support.gateway_stub import GatewayStub, check_integrity, make_request, wait_idle
+from tests.support.local_cluster import GatedModel, local_config
 from tests.support.movable_clock import MovableClock
 from tests.support.poll import poll_until
+from tests.support.worker_pair import (
+    PROMPT,
+    LocalPair,
+    assert_fell_back,
+    faulty,
+    local_pair,
+    remedies,
+    run_with_alternate,
+)
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.fault, pytest.mark.timeout(120)]
-
-PROMPT = make_prompt(60)  # four chunks of sixteen tokens, fifteen blocks
-
-
-@dataclass
-class Pair:
-    cluster: LocalCluster
-    prefill: LocalWorker
-    decode: LocalWorker
-    stream: GatewayStub
-
-    @property
-    def prefill_info(self) -> InstanceInfo:
-        assert self.prefill.info is not None
-        return self.prefill.info
-
-    @property
-    def decode_info(self) -> InstanceInfo:
-        assert self.decode.info is not None
-        return self.decode.info
-
-    async def submit(self, **sampling: object) -> Answer:
-        return await self.stream.submit(make_request(PROMPT, **sampling), self.prefill_info)
-
-    async def run(self, **sampling: object) -> Answer:
-        return await (await self.submit(**sampling)).end()
-
-    async def local(self, **sampling: object) -> Answer:
-        """The same prompt, all of it on the decode instance: what the answer has to be."""
-        return await self.stream.run(make_request(PROMPT, **sampling), None)
-
-    async def wait_idle(self) -> None:
-        await wait_idle(self.prefill_info, self.decode_info)
-
-
-@asynccontextmanager
-async def start_pair(config: ClusterConfig | None = None, **prefill: object) -> AsyncIterator[Pair]:
-    async with LocalCluster(config) as cluster:
-        workers = [
-            await cluster.start(Role.PREFILL, "prefill-0", **prefill),  # type: ignore[arg-type]
-            await cluster.start(Role.DECODE, "decode-0"),
-        ]
-        assert workers[1].info is not None
-        async with GatewayStub(workers[1].info) as stream:
-            yield Pair(cluster, workers[0], workers[1], stream)
-
-
-def faulty(script: str, **transfer: object) -> ClusterConfig:
-    return local_config(
-        transfer={
-            "connector": "fake",
-            "fault_script": script,
-            "quarantine_ms": 200,
-            **transfer,
-        }
-    )
-
-
-def assert_fell_back(answer: Answer, expected: Answer) -> None:
-    assert answer.failed is None, answer.failed
-    assert answer.finished is not None
-    assert answer.tokens == expected.tokens
-    assert answer.finished.local_reason == "prefill_failed"
 
 
 # --- transfers that go wrong ---------------------------------------------------------------------
@@ -100,7 +43,7 @@ def assert_fell_back(answer: Answer, expected: Answer) -> None:
 async def test_a_failed_write_costs_only_latency(script: str) -> None:
     """After a write that failed half-way nobody can say what may still land: the blocks rest after
     the sender has ended."""
-    async with start_pair(faulty(script)) as pair:
+    async with local_pair(faulty(script)) as pair:
         answer = await pair.run(max_tokens=12)
         await pair.wait_idle()
         assert_fell_back(answer, await pair.local(max_tokens=12))
@@ -112,7 +55,7 @@ async def test_a_failed_write_costs_only_latency(script: str) -> None:
 
 @pytest.mark.parametrize("script", ["0+:hang", "1:hang", "3:drop"])
 async def test_a_transfer_that_stalls_ends_long_before_its_request(script: str) -> None:
-    async with start_pair(faulty(script, deadline_ms=700)) as pair:
+    async with local_pair(faulty(script, deadline_ms=700)) as pair:
         request = make_request(PROMPT, max_tokens=12, timeout_ms=600_000)
         answer = await pair.stream.submit(request, pair.prefill_info)
         await answer.end(60)
@@ -134,7 +77,7 @@ async def test_waiting_for_a_slow_prefill_is_no_stall(monkeypatch: pytest.Monkey
     clock = MovableClock()
     monkeypatch.setattr("isthmus.worker.process.SystemClock", lambda: clock)
     config = local_config(transfer={"connector": "local", "deadline_ms": 20_000})
-    async with start_pair(config) as pair:
+    async with local_pair(config) as pair:
         model = pair.prefill.model
         model.gate.clear()
         requests = [
@@ -161,7 +104,7 @@ async def test_waiting_for_a_slow_prefill_is_no_stall(monkeypatch: pytest.Monkey
 
 
 async def test_logprobs_of_the_first_token_are_not_repeated_on_fallback() -> None:
-    async with start_pair(faulty("3:refuse")) as pair:
+    async with local_pair(faulty("3:refuse")) as pair:
         answer = await pair.run(max_tokens=5, logprobs=2, prompt_logprobs=0)
         expected = await pair.local(max_tokens=5, logprobs=2, prompt_logprobs=0)
         assert_fell_back(answer, expected)
@@ -174,7 +117,7 @@ async def test_logprobs_of_the_first_token_are_not_repeated_on_fallback() -> Non
 async def test_a_corrupt_chunk_never_reaches_a_client(script: str) -> None:
     corrupt = CORRUPT_BLOCKS.labels("decode", "decode-0", "fake")
     before = corrupt._value.get()
-    async with start_pair(faulty(script)) as pair:
+    async with local_pair(faulty(script)) as pair:
         answer = await pair.run(max_tokens=9)
         assert_fell_back(answer, await pair.local(max_tokens=9))
         assert corrupt._value.get() > before
@@ -185,7 +128,7 @@ async def test_a_corrupt_chunk_never_reaches_a_client(script: str) -> None:
 
 
 async def test_unlike_layouts_are_refused_and_the_prompt_computed_here() -> None:
-    async with start_pair(seed=1) as pair:  # other weights: KV would mean something else
+    async with local_pair(seed=1) as pair:  # other weights: KV would mean something else
         answer = await pair.run(max_tokens=6)
         assert_fell_back(answer, await pair.local(max_tokens=6))
         assert answer.finished is not None
@@ -217,7 +160,7 @@ async def test_a_silent_peer_holds_nobody_longer_than_one_handshake(
     monkeypatch.setattr(PrefillClient, "ensure_handshake", ensure_handshake)
     monkeypatch.setattr(PrefillClient, "_shake_hands", shake_hands)
     transfer = {"connector": "local", "handshake_timeout_ms": 600, "quarantine_ms": 200}
-    async with start_pair(local_config(transfer=transfer)) as pair:
+    async with local_pair(local_config(transfer=transfer)) as pair:
         silent = socket.create_server(("127.0.0.1", 0))  # connects, and never says a word
         host, port = silent.getsockname()
         ghost = replace(
@@ -239,27 +182,9 @@ async def test_a_silent_peer_holds_nobody_longer_than_one_handshake(
 # --- another prefill instance ---------------------------------------------------------------------
 
 
-async def run_with_alternate(
-    pair: Pair, alternate_script: str, **sampling: object
-) -> tuple[Answer, InstanceInfo]:
-    config = faulty(alternate_script)
-    alternate = (await pair.cluster.start(Role.PREFILL, "prefill-1", config)).info
-    assert alternate is not None
-    request = make_request(PROMPT, max_tokens=9, **sampling)
-    answer = await pair.stream.run(request, pair.prefill_info, alternate)
-    return answer, alternate
-
-
-def remedies(reason: str, policy: str = "reprefill") -> dict[str, float]:
-    return {
-        remedy: PREFILL_FAILURES.labels("decode", "decode-0", policy, remedy, reason)._value.get()
-        for remedy in ("fail", "reprefill", "recompute")
-    }
-
-
 async def test_another_prefill_instance_is_asked_before_the_prompt_is_computed_here() -> None:
     before = remedies("transfer_failed")
-    async with start_pair(faulty("0+:refuse")) as pair:
+    async with local_pair(faulty("0+:refuse")) as pair:
         answer, alternate = await run_with_alternate(pair, "")
         assert answer.finished is not None, answer.failed
         assert answer.tokens == (await pair.local(max_tokens=9)).tokens
@@ -276,7 +201,7 @@ async def test_when_the_other_fails_too_the_prompt_is_computed_here() -> None:
     # Of the second's faults either is noticed first: the flipped block or the refused write.
     reasons = ("transfer_failed", ChecksumError.code)
     before = {reason: remedies(reason) for reason in reasons}
-    async with start_pair(faulty("0:refuse")) as pair:
+    async with local_pair(faulty("0:refuse")) as pair:
         answer, alternate = await run_with_alternate(pair, "0:flip,2:refuse")
         assert_fell_back(answer, await pair.local(max_tokens=9))
         assert answer.finished is not None
@@ -292,7 +217,7 @@ async def test_when_the_other_fails_too_the_prompt_is_computed_here() -> None:
 
 
 async def test_after_the_first_token_nobody_else_is_asked() -> None:
-    async with start_pair(faulty("3:refuse")) as pair:
+    async with local_pair(faulty("3:refuse")) as pair:
         answer, alternate = await run_with_alternate(pair, "")
         assert_fell_back(answer, await pair.local(max_tokens=9))
         await pair.wait_idle()
@@ -302,7 +227,7 @@ async def test_after_the_first_token_nobody_else_is_asked() -> None:
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
 async def test_the_operator_may_want_no_second_attempt(policy: str) -> None:
     before = remedies("transfer_failed", policy)
-    async with start_pair(faulty("0+:refuse", on_failure=policy)) as pair:
+    async with local_pair(faulty("0+:refuse", on_failure=policy)) as pair:
         answer, alternate = await run_with_alternate(pair, "")
         if policy == "fail":
             assert answer.failed is not None
@@ -319,7 +244,7 @@ async def test_the_operator_may_want_no_second_attempt(policy: str) -> None:
 
 
 async def test_cancel_while_waiting_for_blocks() -> None:
-    async with start_pair() as pair:
+    async with local_pair() as pair:
         pair.prefill.model.gate.clear()
         first = await pair.submit(max_tokens=200)
         blocked = [
@@ -339,7 +264,7 @@ async def test_cancel_while_waiting_for_blocks() -> None:
 
 
 async def test_cancel_during_prefill_stops_it_at_the_next_chunk() -> None:
-    async with start_pair() as pair:
+    async with local_pair() as pair:
         pair.prefill.model.gate.clear()
         answer = await pair.submit()
         await poll_until(lambda: pair.prefill.model.num_held == 1)
@@ -353,7 +278,7 @@ async def test_cancel_during_prefill_stops_it_at_the_next_chunk() -> None:
 
 
 async def test_cancel_after_the_first_token_while_kv_is_on_its_way() -> None:
-    async with start_pair(faulty("3:delay=400")) as pair:
+    async with local_pair(faulty("3:delay=400")) as pair:
         answer = await pair.submit()
         await asyncio.wait_for(answer.has_token.wait(), 60)
         await pair.stream.abort(answer)
@@ -362,7 +287,7 @@ async def test_cancel_after_the_first_token_while_kv_is_on_its_way() -> None:
 
 
 async def test_cancel_while_decoding() -> None:
-    async with start_pair() as pair:
+    async with local_pair() as pair:
         answer = await pair.submit(max_tokens=150)
         await poll_until(lambda: len(answer.tokens) > 3)
         await pair.stream.abort(answer)
@@ -372,7 +297,7 @@ async def test_cancel_while_decoding() -> None:
 
 
 async def test_the_end_of_a_stream_aborts_its_requests() -> None:
-    async with start_pair() as pair:
+    async with local_pair() as pair:
         async with GatewayStub(pair.decode_info) as other:
             answers = [
                 await other.submit(make_request(make_prompt(30, salt), max_tokens=150), source)
@@ -385,7 +310,7 @@ async def test_the_end_of_a_stream_aborts_its_requests() -> None:
 # --- deadlines -----------------------------------------------------------------------------------
 
 
-async def stage_at_deadline(pair: Pair, held: GatedModel) -> str:
+async def stage_at_deadline(pair: LocalPair, held: GatedModel) -> str:
     """Where a request was whose deadline passed while ``held`` held it at its gate: the first of
     ever longer deadlines that lets it come so far."""
     for timeout_ms in (500, 4_000, 20_000):
@@ -399,7 +324,7 @@ async def stage_at_deadline(pair: Pair, held: GatedModel) -> str:
 
 
 async def test_a_deadline_during_prefill_ends_the_request_on_both_sides() -> None:
-    async with start_pair() as pair:
+    async with local_pair() as pair:
         pair.prefill.model.gate.clear()
         assert await stage_at_deadline(pair, pair.prefill.model) == "prefilling"
         pair.prefill.model.gate.set()
@@ -407,7 +332,7 @@ async def test_a_deadline_during_prefill_ends_the_request_on_both_sides() -> Non
 
 
 async def test_a_deadline_while_decoding_ends_the_request() -> None:
-    async with start_pair() as pair:
+    async with local_pair() as pair:
         pair.decode.model.gate.clear()
         assert await stage_at_deadline(pair, pair.decode.model) == "running"
         pair.decode.model.gate.set()
@@ -418,7 +343,7 @@ async def test_a_deadline_while_decoding_ends_the_request() -> None:
 
 
 async def test_a_draining_prefill_instance_refuses_and_ends_in_order() -> None:
-    async with start_pair() as pair:
+    async with local_pair() as pair:
         pair.prefill.model.gate.clear()
         running = await pair.submit(max_tokens=6)
         await poll_until(lambda: pair.prefill.model.num_held == 1)
@@ -440,7 +365,7 @@ async def test_a_draining_prefill_instance_refuses_and_ends_in_order() -> None:
 
 
 async def test_a_prefill_instance_that_ends_at_once_costs_only_latency() -> None:
-    async with start_pair() as pair:
+    async with local_pair() as pair:
         pair.prefill.model.gate.clear()
         answer = await pair.submit(max_tokens=9)
         await poll_until(lambda: pair.prefill.model.num_held == 1)
@@ -454,7 +379,7 @@ async def test_a_prefill_instance_that_ends_at_once_costs_only_latency() -> None
 
 
 async def test_a_restarted_prefill_instance_is_met_again() -> None:
-    async with start_pair() as pair:
+    async with local_pair() as pair:
         before = await pair.run()
         assert before.finished is not None
         await pair.prefill.end()
@@ -475,7 +400,7 @@ async def test_a_restarted_prefill_instance_is_met_again() -> None:
 
 
 async def test_an_engine_that_fails_ends_its_process_with_a_fault() -> None:
-    async with start_pair() as pair:
+    async with local_pair() as pair:
         pair.prefill.model.fail_next = 1_000
         for _ in range(5):
             answer = await pair.run(max_tokens=4)
@@ -502,7 +427,7 @@ async def test_an_engine_that_fails_ends_its_process_with_a_fault() -> None:
 async def test_bad_input_costs_neither_blocks_nor_prefill(
     tokens: tuple[int, ...], sampling: dict[str, object], code: str
 ) -> None:
-    async with start_pair() as pair:
+    async with local_pair() as pair:
         steps = len(pair.prefill.model.forward_sizes)
         answer = await pair.stream.run(make_request(tokens, **sampling), pair.prefill_info)
         assert answer.failed is not None
@@ -513,7 +438,7 @@ async def test_bad_input_costs_neither_blocks_nor_prefill(
 
 async def test_an_id_that_is_being_served_is_refused_and_the_first_goes_on() -> None:
     # A write that is slow to land keeps the first one unfinished until its twin has come.
-    async with start_pair(faulty("0:delay=400")) as pair:
+    async with local_pair(faulty("0:delay=400")) as pair:
         request = make_request(PROMPT, max_tokens=40)
         answer = await pair.stream.submit(request, pair.prefill_info)
         async with GatewayStub(pair.decode_info) as other:
@@ -526,7 +451,7 @@ async def test_an_id_that_is_being_served_is_refused_and_the_first_goes_on() -> 
 
 
 async def test_a_transfer_that_was_ended_before_it_arrived_is_refused() -> None:
-    async with start_pair() as pair, create_channel(pair.prefill_info.address) as channel:
+    async with local_pair() as pair, create_channel(pair.prefill_info.address) as channel:
         stub = prefill_pb2_grpc.PrefillServiceStub(channel)
         reply = await stub.Abort(prefill_pb2.AbortRequest(transfer_id=b"x" * 16), timeout=60)
         assert reply.quiesced

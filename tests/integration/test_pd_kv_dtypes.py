@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from isthmus.common.cluster import Role
 from isthmus.common.config import ClusterConfig
 from isthmus.kernels import reference
 from isthmus.kernels.kv_views import TORCH_DTYPES
 from tests.support import engine_driver
 from tests.support.engine_driver import make_prompt
-from tests.support.gateway_stub import Answer, GatewayStub, make_request, wait_idle
-from tests.support.local_cluster import LocalCluster, LocalWorker, local_config
+from tests.support.gateway_stub import Answer, make_request
+from tests.support.local_cluster import LocalWorker, local_config
 from tests.support.oracle import reference_tokens
 from tests.support.tiny_models import save, tiny_model
+from tests.support.worker_pair import LocalPair, local_pair
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(120)]
 
@@ -44,38 +43,11 @@ def config_of(block_size: int, kv_dtype: str = "auto", **sections: object) -> Cl
     return local_config(**{**tree, **sections})
 
 
-@dataclass
-class Pair:
-    prefill: LocalWorker
-    decode: LocalWorker
-    stream: GatewayStub
-
-    async def run(self, tokens: Sequence[int], **sampling: object) -> Answer:
-        request = make_request(tuple(tokens), max_tokens=NUM_TOKENS, **sampling)
-        assert self.prefill.info is not None
-        return await self.stream.run(request, self.prefill.info)
-
-    async def alone(self, tokens: Sequence[int]) -> list[int]:
-        """Computed by the decode worker itself."""
-        request = make_request(tuple(tokens), max_tokens=NUM_TOKENS, cache_salt="alone")
-        return (await self.stream.run(request, None)).tokens
-
-    async def wait_idle(self) -> None:
-        assert self.prefill.info is not None
-        assert self.decode.info is not None
-        await wait_idle(self.prefill.info, self.decode.info)
-
-
 @asynccontextmanager
 async def pair_of(
     prefill: ClusterConfig, decode: ClusterConfig, windows: tuple[int, ...] = ()
-) -> AsyncIterator[Pair]:
-    async with LocalCluster() as cluster, AsyncExitStack() as stack:
-        source = await cluster.start(Role.PREFILL, "prefill-0", prefill, windows=windows)
-        target = await cluster.start(Role.DECODE, "decode-0", decode, windows=windows)
-        assert target.info is not None
-        stream = await stack.enter_async_context(GatewayStub(target.info))
-        pair = Pair(source, target, stream)
+) -> AsyncIterator[LocalPair]:
+    async with local_pair(prefill, decode, windows=windows, max_tokens=NUM_TOKENS) as pair:
         yield pair
         await pair.wait_idle()
 
@@ -99,8 +71,7 @@ async def test_kv_is_converted_to_what_the_decode_worker_writes(
     async with pair_of(config_of(source), config_of(target, kv_dtype)) as pair:
         for length in LENGTHS:
             answer = await pair.run(make_prompt(length, salt=length))
-            assert pair.decode.info is not None
-            block_bytes = pair.decode.info.kv_layout.block_bytes
+            block_bytes = pair.decode_info.kv_layout.block_bytes
             assert_moved(answer, -(-length // target) * block_bytes)
         prompt = make_prompt(130, salt=130)
         kept = cached_kv(pair.prefill, prompt)
@@ -162,8 +133,7 @@ async def test_blocks_that_a_window_has_passed_stay_and_tokens_are_the_same(
             prompt = make_prompt(length, salt=length)
             answer = await pair.run(prompt)
             assert answer.tokens == await pair.alone(prompt), length
-            assert pair.decode.info is not None
-            layout = pair.decode.info.kv_layout
+            layout = pair.decode_info.kv_layout
             assert layout.windows == windows
             num_layers = sum(
                 -(-length // target) - needed // target for needed in layout.first_needed(length)
@@ -202,6 +172,5 @@ async def test_a_pair_over_a_sliding_window_is_what_transformers_gives(
             assert answer.tokens == tokens
             assert answer.finished is not None
             assert answer.finished.local_reason == "none"
-        assert pair.decode.info is not None
-        whole = -(-50 // 8) * pair.decode.info.kv_layout.block_bytes
+        whole = -(-50 // 8) * pair.decode_info.kv_layout.block_bytes
         assert 0 < answer.finished.transferred_bytes < whole

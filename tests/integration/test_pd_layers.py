@@ -10,17 +10,16 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from isthmus.common.cluster import InstanceInfo, Role
 from isthmus.common.config import ClusterConfig
 from tests.support.engine_driver import make_prompt
-from tests.support.gateway_stub import Answer, GatewayStub, check_integrity, make_request, wait_idle
-from tests.support.local_cluster import LocalCluster, LocalWorker, local_config
+from tests.support.gateway_stub import check_integrity, wait_idle
+from tests.support.local_cluster import LocalWorker, local_config
 from tests.support.poll import poll_until
+from tests.support.worker_pair import LocalPair, local_pair
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(120)]
 
 BLOCK, CHUNK = 4, 16
-PROMPT = make_prompt(60)  # four chunks, each leaves in two writes: a layer each
 
 
 def config_of(script: str = "", block_size: int = BLOCK, **engine: object) -> ClusterConfig:
@@ -41,33 +40,6 @@ def config_of(script: str = "", block_size: int = BLOCK, **engine: object) -> Cl
         "layers_per_push": 1,
     }
     return local_config(prefill=pool, decode=pool, transfer=transfer)
-
-
-class Pair:
-    def __init__(self, prefill: LocalWorker, decode: LocalWorker, stream: GatewayStub) -> None:
-        self.prefill = prefill
-        self.decode = decode
-        self.stream = stream
-
-    @property
-    def infos(self) -> tuple[InstanceInfo, InstanceInfo]:
-        assert self.prefill.info is not None
-        assert self.decode.info is not None
-        return self.prefill.info, self.decode.info
-
-    async def submit(self, tokens: tuple[int, ...] = PROMPT, **sampling: object) -> Answer:
-        return await self.stream.submit(make_request(tokens, **sampling), self.infos[0])
-
-    async def run(self, tokens: tuple[int, ...] = PROMPT, **sampling: object) -> Answer:
-        return await (await self.submit(tokens, **sampling)).end()
-
-    async def alone(self, tokens: tuple[int, ...] = PROMPT, **sampling: object) -> list[int]:
-        request = make_request(tokens, cache_salt="alone", **sampling)
-        return (await self.stream.run(request, None)).tokens
-
-    async def sessions(self) -> dict[str, int]:
-        """Of the decode instance, by side and state."""
-        return dict((await check_integrity(self.infos[1])).sessions_by_state)
 
 
 class BetweenLayers:
@@ -94,19 +66,20 @@ class BetweenLayers:
 @asynccontextmanager
 async def start_pair(
     prefill: ClusterConfig | None = None, decode: ClusterConfig | None = None
-) -> AsyncIterator[Pair]:
-    async with LocalCluster() as cluster:
-        source = await cluster.start(Role.PREFILL, "prefill-0", prefill or config_of())
-        target = await cluster.start(Role.DECODE, "decode-0", decode or config_of())
-        assert target.info is not None
-        async with GatewayStub(target.info) as stream:
-            yield Pair(source, target, stream)
+) -> AsyncIterator[LocalPair]:
+    async with local_pair(prefill or config_of(), decode or config_of()) as pair:
+        yield pair
 
 
-async def wait_receiving(pair: Pair) -> None:
+async def sessions(pair: LocalPair) -> dict[str, int]:
+    """Of the decode worker, by side and state."""
+    return dict((await check_integrity(pair.decode_info)).sessions_by_state)
+
+
+async def wait_receiving(pair: LocalPair) -> None:
     """Until a write has arrived at the decode instance."""
     async with asyncio.timeout(60):
-        while not (await pair.sessions()).get("receive:receiving"):  # noqa: ASYNC110
+        while not (await sessions(pair)).get("receive:receiving"):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
 
@@ -120,12 +93,12 @@ async def test_pair_equals_one_worker(source: int, target: int, async_scheduling
             answer = await pair.run(prompt, max_tokens=6)
             assert answer.finished is not None, answer.failed
             assert answer.finished.local_reason == "none"
-            num_bytes = -(-length // target) * pair.infos[1].kv_layout.block_bytes
+            num_bytes = -(-length // target) * pair.block_bytes
             assert answer.finished.transferred_bytes == num_bytes
             assert answer.tokens == await pair.alone(prompt, max_tokens=6), length
         grown = (*make_prompt(150, salt=150), *make_prompt(9))  # a prefix that both have
         assert (await pair.run(grown)).tokens == await pair.alone(grown)
-        await wait_idle(*pair.infos)
+        await pair.wait_idle()
 
 
 async def test_a_layer_arrives_while_the_next_one_is_computed() -> None:
@@ -138,14 +111,14 @@ async def test_a_layer_arrives_while_the_next_one_is_computed() -> None:
         step.release()
         await answer.end()
         assert answer.tokens == await pair.alone(make_prompt(8), max_tokens=5)
-        await wait_idle(*pair.infos)
+        await pair.wait_idle()
 
 
 async def test_a_request_that_ends_with_its_first_token_leaves_nothing() -> None:
     async with start_pair() as pair:
         answer = await pair.run(max_tokens=1)
         assert answer.tokens == await pair.alone(max_tokens=1)
-        await wait_idle(*pair.infos)
+        await pair.wait_idle()
 
 
 @pytest.mark.fault
@@ -156,9 +129,9 @@ async def test_a_cancel_between_two_layers_leaves_nothing() -> None:
         await step.reached()
         await wait_receiving(pair)
         await pair.stream.abort(answer)
-        await wait_idle(pair.infos[1])  # what was on its way has arrived: the sender says so
+        await wait_idle(pair.decode_info)  # what was on its way has arrived: the sender says so
         step.release()
-        await wait_idle(*pair.infos)
+        await pair.wait_idle()
         assert answer.tokens == []
         pair.prefill.model.after_layer = lambda layer: None
         assert (await pair.run()).tokens == await pair.alone()
@@ -182,7 +155,7 @@ async def test_a_step_that_fails_between_two_layers_costs_only_latency() -> None
         assert answer.finished is not None, answer.failed
         assert answer.finished.local_reason == "prefill_failed"
         assert answer.tokens == await pair.alone(max_tokens=9)
-        await wait_idle(*pair.infos)
+        await pair.wait_idle()
 
 
 @pytest.mark.fault
@@ -198,15 +171,15 @@ async def test_an_instance_that_ends_between_two_layers_costs_only_latency() -> 
         assert answer.finished is not None, answer.failed
         assert answer.finished.local_reason == "prefill_failed"
         assert answer.tokens == await pair.alone(max_tokens=9)
-        await wait_idle(pair.infos[1])
+        await wait_idle(pair.decode_info)
 
 
-async def check_falls_back(pair: Pair) -> None:
+async def check_falls_back(pair: LocalPair) -> None:
     answer = await pair.run(max_tokens=9)
     assert answer.finished is not None, answer.failed
     assert answer.finished.local_reason == "prefill_failed"
     assert answer.tokens == await pair.alone(max_tokens=9)
-    await wait_idle(pair.infos[1])
+    await wait_idle(pair.decode_info)
 
 
 @pytest.mark.fault
@@ -243,7 +216,7 @@ async def test_layers_may_come_late_and_twice(fault: str) -> None:
         assert answer.finished is not None, answer.failed
         assert answer.finished.local_reason == "none"
         assert answer.tokens == await pair.alone(max_tokens=9)
-        await wait_idle(*pair.infos)
+        await pair.wait_idle()
 
 
 @pytest.mark.nixl
@@ -256,4 +229,4 @@ async def test_a_pair_over_nixl_equals_one_worker(target: int) -> None:
             assert answer.finished is not None, answer.failed
             assert answer.finished.local_reason == "none"
             assert answer.tokens == await pair.alone(prompt, max_tokens=6), length
-        await wait_idle(*pair.infos)
+        await pair.wait_idle()

@@ -16,8 +16,9 @@ from isthmus.common.rpc import create_channel
 from isthmus.protos.v1 import instance_pb2, instance_pb2_grpc
 from isthmus.worker.threads import run_in_thread
 from tests.support.engine_driver import make_prompt
-from tests.support.gateway_stub import Answer, GatewayStub, make_request, wait_idle
+from tests.support.gateway_stub import Answer, GatewayStub, wait_idle
 from tests.support.tiny_models import save, tiny_model
+from tests.support.worker_pair import WorkerPair
 from tests.support.worker_process import WorkerCluster, WorkerProcess
 
 pytestmark = [
@@ -27,6 +28,7 @@ pytestmark = [
     pytest.mark.timeout(180),
 ]
 
+Pair = WorkerPair[WorkerCluster, WorkerProcess]
 LONG_PROMPT = make_prompt(1_500)  # many chunks of sixteen tokens: time enough to be killed in
 
 
@@ -34,36 +36,6 @@ LONG_PROMPT = make_prompt(1_500)  # many chunks of sixteen tokens: time enough t
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = tiny_model("llama", vocab_size=96, max_position_embeddings=2048)
     return save(model, tmp_path_factory.mktemp("model"))
-
-
-class Pair:
-    def __init__(
-        self, cluster: WorkerCluster, prefill: WorkerProcess, decode: WorkerProcess
-    ) -> None:
-        self.cluster = cluster
-        self.prefill = prefill
-        self.decode = decode
-        self.stream = GatewayStub(self.decode_info)
-
-    @property
-    def prefill_info(self) -> InstanceInfo:
-        assert self.prefill.info is not None
-        return self.prefill.info
-
-    @property
-    def decode_info(self) -> InstanceInfo:
-        assert self.decode.info is not None
-        return self.decode.info
-
-    async def submit(self, prompt: tuple[int, ...] = LONG_PROMPT) -> Answer:
-        return await self.stream.submit(
-            make_request(prompt, max_tokens=8, timeout_ms=60_000), self.prefill_info
-        )
-
-    async def expected(self, prompt: tuple[int, ...] = LONG_PROMPT) -> list[int]:
-        answer = await self.stream.run(make_request(prompt, max_tokens=8, timeout_ms=60_000), None)
-        assert answer.failed is None
-        return answer.tokens
 
 
 def make_config(model_path: Path) -> ClusterConfig:
@@ -85,9 +57,10 @@ def make_config(model_path: Path) -> ClusterConfig:
 async def start_pair(model_path: Path, folder: Path) -> AsyncIterator[Pair]:
     async with WorkerCluster(make_config(model_path), folder) as cluster:
         workers = await cluster.start((Role.PREFILL, "prefill-0"), (Role.DECODE, "decode-0"))
-        pair = Pair(cluster, *workers)
-        async with pair.stream:
-            yield pair
+        assert workers[1].info is not None
+        async with GatewayStub(workers[1].info) as stream:
+            asked = {"max_tokens": 8, "timeout_ms": 60_000}
+            yield WorkerPair(cluster, *workers, stream, LONG_PROMPT, asked)
 
 
 async def wait_half_done(answer: Answer, prefill: InstanceInfo) -> None:
@@ -104,14 +77,14 @@ async def test_a_pair_serves_and_leaves_in_order(model_path: Path, tmp_path: Pat
     async with start_pair(model_path, tmp_path) as pair:
         for length in (1, 15, 16, 17, 33, 200):
             prompt = make_prompt(length, salt=length)
-            answer = await (await pair.submit(prompt)).end()
+            answer = await pair.run(prompt)
             assert answer.finished is not None, answer.failed
             assert answer.finished.local_reason == "none"
             blocks = -(-length // 16)
-            size = pair.decode_info.kv_layout.block_bytes
+            size = pair.block_bytes
             assert answer.finished.transferred_bytes == blocks * size
-            assert answer.tokens == await pair.expected(prompt)
-        await wait_idle(pair.prefill_info, pair.decode_info)
+            assert answer.tokens == await pair.alone(prompt)
+        await pair.wait_idle()
         await check_metrics(pair)
         pair.prefill.signal(signal.SIGTERM)
         pair.decode.signal(signal.SIGINT)
@@ -147,7 +120,7 @@ async def test_a_killed_prefill_process_costs_only_latency(
         assert answer.failed is None
         assert answer.finished is not None
         assert answer.finished.local_reason == "prefill_failed"
-        assert answer.tokens == await pair.expected()
+        assert answer.tokens == await pair.alone()
         assert await pair.prefill.wait() == -signal.SIGKILL
         # The decode instance saw that nobody listens there any more: no need to wait for 20 s.
         await wait_idle(pair.decode_info, timeout_s=10)
@@ -155,7 +128,7 @@ async def test_a_killed_prefill_process_costs_only_latency(
         pair.prefill = pair.cluster.spawn(Role.PREFILL, "prefill-0")
         restarted = await pair.cluster.wait_ready(pair.prefill)
         assert restarted.epoch == 2
-        again = await (await pair.submit(make_prompt(100, salt=3))).end()
+        again = await pair.run(make_prompt(100, salt=3))
         assert again.finished is not None
         assert again.finished.local_reason == "none"
         await wait_idle(restarted, pair.decode_info)
@@ -173,15 +146,15 @@ async def test_a_stopped_prefill_process_is_not_waited_for(
         assert answer.failed is None
         assert answer.finished is not None
         assert answer.finished.local_reason == "prefill_failed"
-        assert answer.tokens == await pair.expected()
+        assert answer.tokens == await pair.alone()
         pair.prefill.signal(signal.SIGCONT)
         # Awake again it ends the transfer and says so, or the deadline passes.
         await wait_idle(pair.decode_info, timeout_s=40)
         await pair.cluster.wait_state(pair.prefill, InstanceState.READY)
-        again = await (await pair.submit(make_prompt(100, salt=3))).end()
+        again = await pair.run(make_prompt(100, salt=3))
         assert again.finished is not None
         assert again.finished.local_reason == "none"
-        await wait_idle(pair.prefill_info, pair.decode_info)
+        await pair.wait_idle()
 
 
 async def test_a_drain_refuses_new_work_and_ends_the_old(model_path: Path, tmp_path: Path) -> None:
@@ -190,7 +163,7 @@ async def test_a_drain_refuses_new_work_and_ends_the_old(model_path: Path, tmp_p
         await wait_half_done(running, pair.prefill_info)
         pair.decode.signal(signal.SIGTERM)
         await pair.cluster.wait_state(pair.decode, InstanceState.DRAINING)
-        refused = await (await pair.submit(make_prompt(20))).end()
+        refused = await pair.run(make_prompt(20))
         assert refused.failed is not None
         assert refused.failed.error.code == "draining"
         assert refused.failed.error.retryable
@@ -208,7 +181,7 @@ async def test_a_second_signal_ends_the_process_at_once(model_path: Path, tmp_pa
         pair.prefill.signal(signal.SIGTERM)
         assert await pair.prefill.wait(5) == 128 + signal.SIGTERM
         await running.end(60)
-        assert running.tokens == await pair.expected()
+        assert running.tokens == await pair.alone()
 
 
 async def test_a_worker_that_cannot_start_says_why_in_one_line(tmp_path: Path) -> None:

@@ -11,18 +11,18 @@ from isthmus.common.config import ClusterConfig
 from isthmus.common.metrics import TRANSFERS_HOPELESS
 from isthmus.common.types import Remedy, Slo
 from isthmus.kvtransfer import link
-from tests.integration.test_pd_faults import (
-    PROMPT,
-    assert_fell_back,
-    faulty,
-    remedies,
-    run_with_alternate,
-    start_pair,
-)
 from tests.support.engine_driver import make_prompt
 from tests.support.gateway_stub import make_request, wait_idle
 from tests.support.local_cluster import local_config
 from tests.support.poll import poll_until
+from tests.support.worker_pair import (
+    PROMPT,
+    assert_fell_back,
+    faulty,
+    local_pair,
+    remedies,
+    run_with_alternate,
+)
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.fault, pytest.mark.timeout(120)]
 
@@ -33,7 +33,7 @@ pytestmark = [pytest.mark.asyncio, pytest.mark.fault, pytest.mark.timeout(120)]
 async def test_a_class_chooses_what_a_failure_means_to_it() -> None:
     """The instance is configured for another attempt; one class wants to fail, one to go on."""
     failing, patient = Slo("batch", on_failure=Remedy.FAIL), Slo("x", on_failure=Remedy.RECOMPUTE)
-    async with start_pair(faulty("0+:refuse")) as pair:
+    async with local_pair(faulty("0+:refuse")) as pair:
         before = remedies("transfer_failed", "fail"), remedies("transfer_failed", "recompute")
         request = replace(make_request(PROMPT, max_tokens=9), slo=failing)
         failed = await pair.stream.run(request, pair.prefill_info)
@@ -51,7 +51,7 @@ async def test_a_class_chooses_what_a_failure_means_to_it() -> None:
 async def test_the_timeline_is_of_the_attempt_that_counted() -> None:
     """The first attempt fails with its first chunk, before there is a token; nothing of its times
     may stay."""
-    async with start_pair(faulty("0+:refuse")) as pair:
+    async with local_pair(faulty("0+:refuse")) as pair:
         answer, alternate = await run_with_alternate(pair, "")
         assert answer.finished is not None
         times = answer.timeline
@@ -69,7 +69,7 @@ async def test_a_transfer_that_cannot_be_in_time_is_not_begun(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The link is found to be too slow for the next prompt: no step is spent on it elsewhere."""
-    async with start_pair() as pair:
+    async with local_pair() as pair:
         first = await pair.run(max_tokens=4)
         assert first.finished is not None
         assert first.finished.local_reason == "none"
@@ -93,7 +93,7 @@ async def test_a_transfer_that_cannot_be_in_time_is_not_begun(
 async def test_a_pool_full_of_stuck_transfers_empties_by_itself() -> None:
     """Four prompts hold sixty of the sixty-four blocks and a fifth waits: nothing can be scheduled
     until the stuck ones are given up, which nothing but their own timers does."""
-    async with start_pair(faulty("0+:hang", deadline_ms=700)) as pair:
+    async with local_pair(faulty("0+:hang", deadline_ms=700)) as pair:
         prompts = [make_prompt(60, salt) for salt in range(5)]
         answers = [
             await pair.stream.submit(make_request(prompt, max_tokens=2), pair.prefill_info)
@@ -111,7 +111,7 @@ async def test_a_pool_full_of_stuck_transfers_empties_by_itself() -> None:
 
 
 async def test_after_a_burst_of_cancels_requests_are_served() -> None:
-    async with start_pair(_roomy()) as pair:
+    async with local_pair(_roomy()) as pair:
         for _ in range(3):
             pair.prefill.model.gate.clear()
             answers = [
@@ -132,7 +132,7 @@ async def test_after_a_burst_of_cancels_requests_are_served() -> None:
 
 
 async def test_a_step_that_raises_before_the_handoff_costs_only_latency() -> None:
-    async with start_pair() as pair:
+    async with local_pair() as pair:
         pair.prefill.model.fail_next = 1
         answer = await pair.run(max_tokens=6)
         assert_fell_back(answer, await pair.local(max_tokens=6))
