@@ -40,6 +40,8 @@ from benchmarks.cluster import MODEL_NAME, OUT, Running, serve
 from benchmarks.load import Progress, follow, random_prompt
 from benchmarks.machine import ForeignCpu, describe
 from isthmus.common.cluster import InstanceInfo, InstanceState, Role
+from isthmus.common.errors import ConfigError
+from isthmus.workload.plots import new_figure
 
 VOCAB = 49_000
 MAX_TOKENS = 32
@@ -187,18 +189,14 @@ def table(summaries: dict[str, dict[str, float]]) -> str:
 
 
 def plot(results: dict[str, list[Sample]], title: str, target: Path) -> None:
-    """Every request as a point, both settings side by side, with the targets. Needs matplotlib."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
+    """Every request as a point, both settings side by side, with the targets. Raises ConfigError
+    without matplotlib."""
     panels = (
         ("exposed transfer, share of TTFT", "exposed_share", EXPOSED_SHARE_TARGET),
         ("second-token gap, steps", "gap_steps", GAP_STEPS_TARGET),
         ("CPU time beside the computing thread, ms", "beside_cpu_ms", None),
     )
-    figure, axes = plt.subplots(1, len(panels), figsize=(13, 4.2), layout="constrained")
+    figure, axes = new_figure(len(panels), panel_inches=(4.3, 4.2))
     for axis, (label, name, bound) in zip(axes, panels, strict=True):
         for position, samples in enumerate(results.values()):
             values = [asdict(sample)[name] for sample in samples]
@@ -213,7 +211,6 @@ def plot(results: dict[str, list[Sample]], title: str, target: Path) -> None:
         axis.set_title(label)
     figure.suptitle(title, fontsize="medium")
     figure.savefig(target, dpi=130)
-    plt.close(figure)
 
 
 def main() -> None:
@@ -251,8 +248,8 @@ def main() -> None:
         title = f"{args.tokens} tokens, {args.tls or 'UCX chooses'}, blocks of "
         title += f"{args.prefill_block_size} → {args.decode_block_size}"
         plot(results, title, args.out.with_suffix(".png"))
-    except ImportError:
-        print("No plot: matplotlib is not installed (the bench extra).")
+    except ConfigError as missing:
+        print(f"No plot: {missing.message}.")
 
 
 if __name__ == "__main__":

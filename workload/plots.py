@@ -11,21 +11,23 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-def new_figure(num_panels: int) -> tuple[Any, Any]:
-    """A figure and its panels, side by side. Raises ConfigError without matplotlib."""
+def new_figure(
+    num_panels: int, *, panel_inches: tuple[float, float] = (5, 4), shares_y: bool = False
+) -> tuple[Any, list[Any]]:
+    """A figure and its panels, side by side. It belongs to its caller alone: nothing has to be
+    closed. Raises ConfigError without matplotlib."""
     try:
-        import matplotlib as mpl
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
     except ImportError as missing:
         raise ConfigError(
             "a plot needs matplotlib: pip install 'isthmus[bench]'", stage="bench"
         ) from missing
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    made: tuple[Any, Any] = plt.subplots(
-        1, num_panels, figsize=(5 * num_panels, 4), layout="constrained"
-    )
-    return made
+    width, height = panel_inches
+    figure = Figure(figsize=(width * num_panels, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(1, num_panels, squeeze=False, sharey=shares_y)[0]
+    return figure, list(panels)
 
 
 def draw_cumulative(panel: Axes, values: Sequence[float | None], xlabel: str, ylabel: str) -> None:

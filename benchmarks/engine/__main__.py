@@ -38,6 +38,7 @@ from benchmarks.limit import measure as measure_limits
 from benchmarks.machine import describe
 from benchmarks.peers import isthmus, llama, transformers_peer, vllm_server
 from benchmarks.peers.base import Setup, Side, Unavailable
+from isthmus.common.errors import ConfigError
 
 SIDES: dict[str, Side] = {
     side.name: side
@@ -204,8 +205,8 @@ def write(state: dict[str, Any], model: Path) -> str:
     (OUT / "engine.md").write_text(table, encoding="utf-8")
     try:
         plot(results, bounds, state["output_tokens"], OUT / "engine.png")
-    except ImportError:
-        table += "\nNo plot: matplotlib is not installed (the bench extra).\n"
+    except ConfigError as missing:
+        table += f"\nNo plot: {missing.message}.\n"
     return table
 
 

@@ -20,6 +20,7 @@ from benchmarks.engine.measure import (
     Round,
 )
 from benchmarks.limit import Limits
+from isthmus.workload.plots import new_figure
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,14 +169,10 @@ def ratio_lines(shown: Sequence[Result], names: Sequence[str]) -> list[str]:
 def plot(
     results: Sequence[Result], bounds: Mapping[str, Bounds], output_tokens: int, target: Path
 ) -> None:
-    """Three panels: TTFT by length, TPOT, tokens/s by concurrency. Needs matplotlib."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
+    """Three panels: TTFT by length, TPOT, tokens/s by concurrency. Raises ConfigError without
+    matplotlib."""
     shown = [result for result in results if result.readings]
-    figure, axes = plt.subplots(1, 3, figsize=(15, 4.5), layout="constrained")
+    figure, axes = new_figure(3, panel_inches=(5, 4.5))
     for result in shown:
         draw_line(axes[0], result, {n: TTFT.format(n) for n in TTFT_REQUESTS})
         draw_line(axes[2], result, {n: RATE.format(n) for n in CONCURRENCIES})
@@ -200,7 +197,6 @@ def plot(
         axis.grid(visible=True, which="both", alpha=0.3)
     axes[2].legend(fontsize="small")
     figure.savefig(target, dpi=130)
-    plt.close(figure)
 
 
 def draw_line(axis, result: Result, names: Mapping[int, str]) -> None:  # type: ignore[no-untyped-def]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from isthmus.common.errors import ConfigError
 from isthmus.kvtransfer.bench.run import Result
 from isthmus.kvtransfer.bench.ways import MEMCPY
+from isthmus.workload.plots import new_figure
 
 
 def rows_of(result: Result) -> list[dict[str, Any]]:
@@ -37,17 +37,8 @@ def rows_of(result: Result) -> list[dict[str, Any]]:
 def plot(result: Result, path: Path) -> None:
     """The rate over the size of a piece, one panel for each number of pieces. Raises ConfigError
     without matplotlib."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError(
-            "a picture needs matplotlib: pip install 'isthmus[bench]'", stage="bench"
-        ) from error
     counts = sorted({series.case.count for series in result.series})
-    figure = Figure(figsize=(4.5 * len(counts), 4), layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = figure.subplots(1, len(counts), squeeze=False, sharey=True)[0]
+    figure, panels = new_figure(len(counts), panel_inches=(4.5, 4), shares_y=True)
     for panel, count in zip(panels, counts, strict=True):
         for way in dict.fromkeys(series.way for series in result.series):
             found = [s for s in result.series if s.way == way and s.case.count == count]
