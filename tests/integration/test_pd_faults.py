@@ -179,6 +179,24 @@ async def test_a_silent_peer_holds_nobody_longer_than_one_handshake(
         await pair.wait_idle()
 
 
+async def test_a_peer_that_dies_in_the_handshake_costs_only_latency() -> None:
+    async def hangs_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1)  # its first word has come
+        writer.close()
+
+    async with local_pair() as pair:
+        dying = await asyncio.start_server(hangs_up, "127.0.0.1", 0)
+        host, port = dying.sockets[0].getsockname()
+        ghost = replace(
+            pair.prefill_info, instance_id=InstanceId("ghost"), address=f"{host}:{port}"
+        )
+        answer = await pair.stream.run(pair.request(max_tokens=4), ghost)
+        assert_fell_back(answer, await pair.local(max_tokens=4))
+        await pair.wait_idle()
+        dying.close()
+        await dying.wait_closed()
+
+
 # --- another prefill instance ---------------------------------------------------------------------
 
 

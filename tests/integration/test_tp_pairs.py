@@ -23,7 +23,7 @@ from tests.support.worker_process import WorkerCluster, WorkerProcess
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.nixl, pytest.mark.timeout(240)]
 
-LENGTHS = (1, 17, 100)
+LENGTHS = (1, 17, 100, 33, 60, 16)  # at once
 
 
 @pytest.fixture(scope="module")
@@ -92,16 +92,17 @@ async def start_fleet(
 async def serve(fleet: Fleet, source: int, target: int) -> None:
     """Prompts of the pair have the tokens of the decode instance alone, and all KV has moved."""
     prefill, decode = fleet.info(Role.PREFILL, source), fleet.info(Role.DECODE, target)
+    name = f"{source} to {target}"
     async with GatewayStub(decode) as stream:
-        for length in LENGTHS:
-            prompt = make_prompt(length, salt=length)
-            name = f"{source} to {target}"
-            answer = await stream.run(make_request(prompt, max_tokens=6, cache_salt=name), prefill)
+        prompts = [make_prompt(length, salt=length) for length in LENGTHS]
+        requests = [make_request(prompt, max_tokens=6, cache_salt=name) for prompt in prompts]
+        answers = await asyncio.gather(*(stream.run(request, prefill) for request in requests))
+        for prompt, answer in zip(prompts, answers, strict=True):
             assert answer.finished is not None, answer.failed
             assert answer.finished.local_reason == "none"
             layout = decode.kv_layout
             whole = layout.instance_token_bytes * layout.block_size
-            assert answer.finished.transferred_bytes == -(-length // layout.block_size) * whole
+            assert answer.finished.transferred_bytes == -(-len(prompt) // layout.block_size) * whole
             alone = make_request(prompt, max_tokens=6, cache_salt=f"{name} alone")
             assert answer.tokens == (await stream.run(alone, None)).tokens
     await wait_idle(prefill, decode)

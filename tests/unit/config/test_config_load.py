@@ -58,6 +58,7 @@ def test_variables_of_one_level_set_texts_at_the_top() -> None:
         ("gatway: {port: 1}", "unknown key 'gatway'; did you mean 'gateway'?"),
         ("gateway: {prot: 1}", "unknown key 'gateway.prot'; did you mean 'gateway.port'?"),
         ("decode: {engine: {blok_size: 8}}", "did you mean 'decode.engine.block_size'?"),
+        ("prefill: {engine: {pp_size: 2}}", "unknown key 'prefill.engine.pp_size'"),
         ("gateway: {qqqqqq: 1}", "known keys here: api_keys, "),
         ("gateway: {port: 70000}", "gateway.port: Input should be less than or equal to 65535"),
         ("gateway: {port: x}", "gateway.port: Input should be a valid integer"),
