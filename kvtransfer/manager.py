@@ -36,6 +36,7 @@ from isthmus.common.kv_layout import KvLayout
 from isthmus.common.logging import RateLimitedLog, get_logger
 from isthmus.common.transfer import Checksum, TransferOffer, TransferTicket
 from isthmus.common.types import InstanceRef
+from isthmus.kvtransfer.chunks import SourceStores
 from isthmus.kvtransfer.conversion import check_dtypes, check_feeds
 from isthmus.kvtransfer.handshake import make_offer
 from isthmus.kvtransfer.inbox import Inbox
@@ -47,7 +48,7 @@ from isthmus.kvtransfer.pollers import Pollers
 from isthmus.kvtransfer.rank_port import RankPort
 from isthmus.kvtransfer.receive_session import Ignored, ReceiveSession
 from isthmus.kvtransfer.routes import Route
-from isthmus.kvtransfer.send_session import SendSession, SourceStores
+from isthmus.kvtransfer.send_session import SendSession
 from isthmus.kvtransfer.tickets import check_ticket
 from isthmus.kvtransfer.writes import Outcome, Sweep, Write
 

@@ -16,8 +16,7 @@ their peer from the connector at ``rests_by_ns``.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Protocol
 
@@ -30,29 +29,17 @@ from isthmus.common.errors import (
 from isthmus.common.ids import BlockId
 from isthmus.common.kv_layout import KvLayout
 from isthmus.common.state_machine import Transitions
-from isthmus.common.transfer import Checksum, TransferTicket
-from isthmus.kvtransfer.checksums import ChunkContent
-from isthmus.kvtransfer.conversion import (
-    Conversion,
-    conversion_of,
-    staged_copies,
-    staged_layout,
-)
+from isthmus.common.transfer import TransferTicket
+from isthmus.kvtransfer.chunks import Chunks, LayerPart, SourceStores
 from isthmus.kvtransfer.interface import PeerName
 from isthmus.kvtransfer.link import LANDING_NS
 from isthmus.kvtransfer.notification import Flags, Notification
-from isthmus.kvtransfer.plan import Side, blocks_of, needed_from, plan_copies
+from isthmus.kvtransfer.plan import blocks_of
 from isthmus.kvtransfer.routes import Route
 from isthmus.kvtransfer.writes import Outcome, Write
 
-# Bounds what a notification carries and how many copies one write is made of.
-MAX_WRITE_BLOCKS = 512
 # What is in flight on a link that is well lands within half of it.
 _LEAST_REST_NS = 2 * LANDING_NS
-_STAGED_WRITES = 4  # have room at a time, where KV is converted
-# Of a write that is made while its step still runs. Within a machine a write is a copy by this
-# process: a short one leaves memory and cores to the step, and lets other sessions' writes between.
-MAX_EARLY_WRITE_BYTES = 4 * 2**20
 
 
 class SendState(Enum):
@@ -77,23 +64,6 @@ SEND_TRANSITIONS: Transitions[SendState] = Transitions(
         SendState.EXPIRED: frozenset(),
     }
 )
-
-
-@dataclass(frozen=True, slots=True)
-class SourceStores:
-    """Of each rank of this instance: its blocks, and what is behind them."""
-
-    num_blocks: int
-    staging_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class LayerPart:
-    """Some layers of the blocks of a push. With ``is_ready`` they are still being computed: nothing
-    of them is read before it says True, on the connector's thread."""
-
-    layers: range
-    is_ready: Callable[[], bool] | None = None
 
 
 class SendHost(Protocol):
@@ -126,7 +96,6 @@ class SendSession:
     ) -> None:
         self.ticket = ticket
         self.expires_ns = expires_ns
-        self.num_chunks = 0
         self.num_bytes = 0  # of writes that are done
         self._state = SendState.CONNECTED
         self._error: IsthmusError | None = None
@@ -136,6 +105,7 @@ class SendSession:
         self._host = host
         self._quarantine_ns = quarantine_ns
         self._ended_ns = expires_ns
+        self._chunks = Chunks(ticket, routes, stores, expires_ns, host.max_write_bytes)
         self._next_index = [0] * self._any_route.source.num_layers  # first block not pushed yet
         self._pushed_bytes = 0
         self._num_open_writes = 0
@@ -154,6 +124,11 @@ class SendSession:
     @property
     def error(self) -> IsthmusError | None:
         return self._error
+
+    @property
+    def num_chunks(self) -> int:
+        """Pushed so far."""
+        return self._chunks.count
 
     @property
     def target_layout(self) -> KvLayout:
@@ -217,11 +192,13 @@ class SendSession:
             self._state = SEND_TRANSITIONS.check(self._state, SendState.DRAINING_NIC)
         size = self._any_route.source.block_size
         first_token = self.source_blocks(first_index, end).start * size
-        for start, stop in self._chunks(first_index, end, part):
-            note = self._note(start, stop, part, is_last=is_last and stop == end)
-            for route in self._routes:
-                source = Side(route.source, source_block_ids, first_token)
-                self._write(route, note, source, part)
+        indices = range(first_index, end)
+        for write in self._chunks.writes(
+            self, indices, source_block_ids, first_token, part, is_last=is_last
+        ):
+            self._num_open_writes += 1
+            self._pushed_bytes += write.num_bytes
+            self._host.submit(write)
 
     def source_blocks(self, first_index: int, stop_index: int) -> range:
         """Which blocks of the sequence hold, on this side, the tokens of the ticket's target blocks
@@ -309,80 +286,6 @@ class SendSession:
             )
         if not all(0 <= block < self._stores.num_blocks for block in block_ids):
             raise ValueError(f"source blocks outside the store: {list(block_ids)}")
-
-    def _chunks(self, first_index: int, end: int, part: LayerPart) -> Iterator[tuple[int, int]]:
-        most = min(
-            self._host.max_write_bytes(route.source.tp_rank, name)
-            for route, name in self._routes.items()
-        )
-        if part.is_ready is not None:
-            most = min(most, MAX_EARLY_WRITE_BYTES)
-        fitting = max(1, most // (len(part.layers) * self._any_route.target.layer_bytes))
-        per_chunk = min(fitting, MAX_WRITE_BLOCKS)
-        for route in self._routes:
-            if route.is_converted:  # so many that several writes have room
-                staged = staged_layout(route.source, route.target)
-                room = self._stores.staging_bytes // _STAGED_WRITES
-                per_chunk = min(per_chunk, max(1, room // (len(part.layers) * staged.layer_bytes)))
-        for start in range(first_index, end, per_chunk):
-            yield start, min(start + per_chunk, end)
-
-    def _note(self, first_index: int, end: int, part: LayerPart, is_last: bool) -> Notification:
-        """Of the next chunk: it has the same number on every route."""
-        note = Notification(
-            transfer_id=self.ticket.transfer_id,
-            chunk=self.num_chunks,
-            layer_first=part.layers.start,
-            layer_last=part.layers.stop - 1,
-            first_block=first_index,
-            num_blocks=end - first_index,
-            flags=Flags.LAST if is_last else Flags.NONE,
-        )
-        self.num_chunks += 1
-        return note
-
-    def _write(self, route: Route, note: Notification, source: Side, part: LayerPart) -> None:
-        ticket, size = self.ticket, route.target.block_size
-        tokens = ticket.tokens_of(note.first_block, note.first_block + note.num_blocks, size)
-        target = Side(route.target, ticket.target_block_ids, ticket.first_block * size)
-        needed = needed_from(route.target, ticket.num_tokens, tokens.start, size)
-        conversion: Conversion | None = None
-        if route.is_converted:
-            conversion = conversion_of(source, route, tokens, part.layers, needed)
-            ops = staged_copies(conversion, target, needed)
-        else:
-            ops = plan_copies(source, target, tokens, needed, part.layers)
-        self._num_open_writes += 1
-        write = Write(
-            rank=route.source.tp_rank,
-            peer=self._routes[route],
-            ops=ops,
-            notification=note.encode(),
-            content=self._content(note, source, tokens, route, conversion),
-            expires_ns=self.expires_ns,
-            owner=self,
-            is_ready=part.is_ready,
-            conversion=conversion if ops else None,
-        )
-        self._pushed_bytes += write.num_bytes
-        self._host.submit(write)
-
-    def _content(
-        self,
-        note: Notification,
-        source: Side,
-        tokens: range,
-        route: Route,
-        conversion: Conversion | None,
-    ) -> ChunkContent | None:
-        """Of what is sent: of converted blocks, once they are."""
-        if self.ticket.checksum is Checksum.NONE:
-            return None
-        side, first = (source, 0)
-        if conversion is not None:
-            side, first = conversion.side, conversion.layers.start
-        size, num_tokens = route.target.block_size, self.ticket.num_tokens
-        return ChunkContent(note, side, tokens, route.heads, size, num_tokens, first)
 
     def _come_to_rest(self) -> None:
         if self._state is SendState.DRAINING_NIC:

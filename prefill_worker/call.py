@@ -36,7 +36,8 @@ from isthmus.common.transfer import TransferTicket
 from isthmus.common.types import FinishReason, Request
 from isthmus.engine.core import EngineCore
 from isthmus.engine.types import SequenceUpdate
-from isthmus.kvtransfer.send_session import LayerPart, SendSession
+from isthmus.kvtransfer.chunks import LayerPart
+from isthmus.kvtransfer.send_session import SendSession
 from isthmus.prefill_worker.chunk_feed import ChunkFeed, LayerSteps, Piece
 
 

@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 
 from isthmus.common.errors import IsthmusError
 from isthmus.common.ids import BlockId
+from isthmus.kvtransfer.chunks import LayerPart
 from isthmus.kvtransfer.receive_session import ReceiveSession, ReceiveState
-from isthmus.kvtransfer.send_session import LayerPart, SendSession, SendState
+from isthmus.kvtransfer.send_session import SendSession, SendState
 from tests.support.transfer_pair import (
     CHECKED,
     CONFIG,

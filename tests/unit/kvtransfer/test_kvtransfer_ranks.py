@@ -16,12 +16,13 @@ from isthmus.common.errors import (
     TransferTimeoutError,
 )
 from isthmus.common.kv_layout import KvLayout
+from isthmus.kvtransfer.chunks import LayerPart
 from isthmus.kvtransfer.interface import PeerName
 from isthmus.kvtransfer.link import LEAST_WINDOW_BYTES, WRITES_IN_WINDOW
 from isthmus.kvtransfer.notification import Flags, Notification
 from isthmus.kvtransfer.receive_session import Proof, ReceiveState
 from isthmus.kvtransfer.routes import meeting_ranks, routes_between
-from isthmus.kvtransfer.send_session import LayerPart, SendState
+from isthmus.kvtransfer.send_session import SendState
 from tests.support.poll import poll_until
 from tests.support.rank_ports import rank_pair, served
 from tests.support.transfer_pair import CHECKED, LAYOUT, RankStores, blocks, ranked
@@ -315,7 +316,7 @@ async def test_writes_of_a_follower_grow_with_what_its_link_carries(
         send, receive = pair.open([0])
         send.push(0, blocks(7), is_last=True)
         await pair.drive(1)
-        pair.clock.advance_ms(1_000)  # a slow one
+        pair.clock.advance_ms(900)  # a slow one
         await pair.drive()
         await receive.wait_complete()
         assert follower.max_write_bytes(name) == LEAST_WINDOW_BYTES // WRITES_IN_WINDOW < before
