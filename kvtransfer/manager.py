@@ -49,11 +49,11 @@ from isthmus.kvtransfer.rank_port import RankPort
 from isthmus.kvtransfer.receive_session import Ignored, ReceiveSession
 from isthmus.kvtransfer.routes import Route
 from isthmus.kvtransfer.send_session import SendSession
+from isthmus.kvtransfer.severing import Severing
 from isthmus.kvtransfer.tickets import check_ticket
 from isthmus.kvtransfer.writes import Outcome, Sweep, Write
 
 _CLOSE_TIMEOUT_S = 5.0
-_LET_GO_S = 30.0  # for writes to end whose peer the connector has been told to drop
 
 
 class TransferManager:
@@ -90,7 +90,7 @@ class TransferManager:
             self._receives, self._peers, ports, self._observer, self._connector_with
         )
         self._timer: asyncio.TimerHandle | None = None
-        self._severings: dict[InstanceId, asyncio.Task[None]] = {}
+        self._severing = Severing(self._sends, self.forget, self._arm_timer, self._break)
         self._is_closed = False
         self._failure: IsthmusError | None = None
         self._log = RateLimitedLog(get_logger("kvtransfer"))
@@ -400,9 +400,7 @@ class TransferManager:
         self._fail_all(TransferError("this instance is shutting down", stage="transfer"))
         if self._timer is not None:
             self._timer.cancel()
-        for severing in self._severings.values():
-            severing.cancel()
-        await asyncio.gather(*self._severings.values(), return_exceptions=True)
+        await self._severing.close()
         await self._pollers.close()
         closed = await asyncio.gather(*(port.close(_CLOSE_TIMEOUT_S) for port in self._ports))
         if not all(closed):
@@ -415,39 +413,8 @@ class TransferManager:
         for session in self._open_sessions():
             if session.expires_ns <= now_ns:
                 session.expire()
-        for send in self._unquiet_sends():
-            if send.rests_by_ns <= now_ns:
-                self._sever(send.ticket.target.instance_id)
+        self._severing.sever_due(now_ns)
         self._arm_timer()
-
-    def _unquiet_sends(self) -> list[SendSession]:
-        """Those that have ended, and whose writes are not being ended yet."""
-        ended = (send for send in self._sends.values() if not send.is_open)
-        return [s for s in ended if s.ticket.target.instance_id not in self._severings]
-
-    def _sever(self, peer: InstanceId) -> None:
-        """Writes to it do not end by themselves: it is taken from the connector, which fails them.
-        Its other sessions fail with it; it becomes a peer again by a handshake."""
-        self._log.warning("sever", "writes do not end", peer=peer)
-        task = asyncio.create_task(self._end_writes(peer), name=f"sever {peer}")
-        self._severings[peer] = task
-        task.add_done_callback(lambda _: self._severed(peer))
-
-    def _severed(self, peer: InstanceId) -> None:
-        del self._severings[peer]
-        self._arm_timer()  # for what else has ended meanwhile
-
-    async def _end_writes(self, peer: InstanceId) -> None:
-        await self.forget(peer)
-        try:
-            async with asyncio.timeout(_LET_GO_S):
-                for send in list(self._sends.values()):
-                    if send.ticket.target.instance_id == peer and not send.is_open:
-                        await send.at_rest()
-        except TimeoutError:
-            # Nothing here can say any more what is read, so no block could be given on.
-            text = f"the connector does not let go of {peer}"
-            self._break(TransferError(text, stage="transfer", instance_id=peer))
 
     def _open_sessions(self) -> list[SendSession | ReceiveSession]:
         sessions: list[SendSession | ReceiveSession] = [
@@ -461,7 +428,7 @@ class TransferManager:
             self._timer.cancel()
             self._timer = None
         deadlines = [session.expires_ns for session in self._open_sessions()]
-        deadlines += [send.rests_by_ns for send in self._unquiet_sends()]
+        deadlines += self._severing.deadlines()
         if deadlines and not self._is_closed:
             delay_s = max(0, min(deadlines) - self._clock.monotonic_ns()) / NS_PER_S
             self._timer = asyncio.get_running_loop().call_later(delay_s, self.expire_due)

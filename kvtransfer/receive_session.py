@@ -23,8 +23,6 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import Protocol
 
-import numpy as np
-
 from isthmus.common.clock import NS_PER_MS
 from isthmus.common.errors import (
     CancelledError,
@@ -33,13 +31,11 @@ from isthmus.common.errors import (
     TransferError,
     TransferTimeoutError,
 )
-from isthmus.common.kv_layout import KvLayout
 from isthmus.common.state_machine import Transitions
-from isthmus.common.transfer import Checksum, TransferTicket
+from isthmus.common.transfer import TransferTicket
+from isthmus.kvtransfer.arrivals import Arrivals
 from isthmus.kvtransfer.checksums import ChunkContent
-from isthmus.kvtransfer.coverage import Bools, Coverage
 from isthmus.kvtransfer.notification import Flags, Notification
-from isthmus.kvtransfer.plan import Side, needed_from
 from isthmus.kvtransfer.routes import Ranks, Route
 
 # Rest is counted in time between sweeps, and no gap counts for more than this: while this process
@@ -139,10 +135,7 @@ class ReceiveSession:
         self._state = ReceiveState.RESERVED
         self._error: IsthmusError | None = None
         self._host = host
-        self._layout: KvLayout = routes[0].target
-        moved = self._moved()
-        self._arrived = {route.ranks: Coverage(route, ticket.num_blocks, moved) for route in routes}
-        self._num_chunks: int | None = None  # on every route
+        self._arrivals = Arrivals(ticket, routes)
         self._deadline_ns = deadline_ns
         self._stall_ns = stall_ns
         self._num_owed = 0  # leading target blocks that the sender has begun to write
@@ -181,7 +174,7 @@ class ReceiveSession:
     def announced(self, num_tokens: int) -> None:
         """The sender has begun to write the KV of the prompt's first ``num_tokens`` tokens."""
         is_whole = num_tokens >= self.ticket.num_tokens
-        num_full = num_tokens // self._layout.block_size - self.ticket.first_block
+        num_full = num_tokens // self._arrivals.layout.block_size - self.ticket.first_block
         self._owe(self.ticket.num_blocks if is_whole else num_full)
 
     def expect(self, num_chunks: int) -> None:
@@ -227,16 +220,9 @@ class ReceiveSession:
 
     def content_of(self, note: Notification, ranks: Ranks) -> ChunkContent | None:
         """What has to be compared before ``accept``; None when nothing has to."""
-        arrived = self._arrived.get(ranks)
-        if not (self.is_open and note.checksums) or arrived is None or Flags.ABORTED in note.flags:
+        if not self.is_open or Flags.ABORTED in note.flags:
             return None
-        if note.chunk in arrived.chunks or self._violation(note, arrived):
-            return None
-        route = arrived.route
-        size = self._layout.block_size
-        tokens = self.ticket.tokens_of(note.first_block, note.first_block + note.num_blocks, size)
-        side = Side(route.target, self.ticket.target_block_ids, self.ticket.first_block * size)
-        return ChunkContent(note, side, tokens, route.heads, size, self.ticket.num_tokens)
+        return self._arrivals.content_of(note, ranks)
 
     def accept(self, note: Notification, ranks: Ranks, num_corrupt: int = 0) -> Ignored | None:
         """A notification from the right peer: from its rank to ours (``ranks``); ``num_corrupt`` of
@@ -244,18 +230,17 @@ class ReceiveSession:
         if Flags.ABORTED in note.flags:
             return self._accept_abort(note)
         was_open = self.is_open
-        arrived = self._arrived.get(ranks)
-        if arrived is not None and note.chunk in arrived.chunks:
+        if self._arrivals.has_chunk(note, ranks):
             return Ignored.DUPLICATE
-        violation = self._violation(note, arrived) if arrived else "no route has these ranks"
-        if arrived is None or violation is not None:
+        violation = self._arrivals.violation(note, ranks)
+        if violation is not None:
             self.fail(TransferError(f"chunk {note.chunk}: {violation}", stage="transfer"))
             return None if was_open else Ignored.LATE
         if num_corrupt:
             self.fail(self._corruption(note, num_corrupt))
         elif self._state is ReceiveState.RESERVED:
             self._state = RECEIVE_TRANSITIONS.check(self._state, ReceiveState.RECEIVING)
-        self.num_bytes += arrived.cover(note)
+        self.num_bytes += self._arrivals.cover(note, ranks)
         self._watch()
         if Flags.LAST in note.flags:
             self._learn_num_chunks(note.chunk + 1)
@@ -266,7 +251,7 @@ class ReceiveSession:
         self._end(
             ReceiveState.EXPIRED,
             TransferTimeoutError(
-                f"{self.ticket.num_blocks - self._num_missing()} of "
+                f"{self.ticket.num_blocks - self._arrivals.num_missing} of "
                 f"{self.ticket.num_blocks} blocks had arrived {self._when_expired()}",
                 stage="transfer",
                 instance_id=self.ticket.source.instance_id,
@@ -291,16 +276,6 @@ class ReceiveSession:
 
     # --- inside --------------------------------------------------------------------------------
 
-    def _moved(self) -> Bools | None:
-        """[blocks, L]: what of the target blocks comes; None = all."""
-        size, first = self._layout.block_size, self.ticket.first_block
-        needed = needed_from(self._layout, self.ticket.num_tokens, first * size, size)
-        if needed is None:
-            return None
-        ends = np.arange(first + 1, first + self.ticket.num_blocks + 1) * size
-        moved: Bools = ends[:, None] > needed
-        return moved
-
     def _accept_abort(self, note: Notification) -> Ignored | None:
         was_open = self.is_open
         self.fail(
@@ -315,19 +290,6 @@ class ReceiveSession:
             self._prove(Proof.SENDER_CONFIRMED)
         return None if was_open else Ignored.LATE
 
-    def _violation(self, note: Notification, arrived: Coverage) -> str | None:
-        """What the chunk claims beside the ticket, the layout or earlier chunks of its route."""
-        last_block = note.first_block + note.num_blocks
-        if note.num_blocks < 1 or last_block > self.ticket.num_blocks:
-            return f"blocks [{note.first_block}, {last_block}) of {self.ticket.num_blocks}"
-        if not note.layer_first <= note.layer_last < self._layout.num_layers:
-            return f"layers [{note.layer_first}, {note.layer_last}] of {self._layout.num_layers}"
-        if self._num_chunks is not None and note.chunk >= self._num_chunks:
-            return f"only {self._num_chunks} chunks were announced"
-        if bool(note.checksums) is not (self.ticket.checksum is not Checksum.NONE):
-            return f"{len(note.checksums)} checksums, the ticket says {self.ticket.checksum.value}"
-        return "writes blocks that another chunk wrote" if arrived.overlaps(note) else None
-
     def _corruption(self, note: Notification, num_corrupt: int) -> ChecksumError:
         return ChecksumError(
             f"chunk {note.chunk}: {num_corrupt} of {note.num_blocks} blocks are not what was sent",
@@ -336,19 +298,11 @@ class ReceiveSession:
         )
 
     def _learn_num_chunks(self, num_chunks: int) -> None:
-        known = self._num_chunks
-        chunks = {chunk for arrived in self._arrived.values() for chunk in arrived.chunks}
-        beyond = [chunk for chunk in chunks if chunk >= num_chunks]
-        if beyond or (known is not None and known != num_chunks):
-            self.fail(
-                TransferError(
-                    f"{num_chunks} chunks announced, but {known or max(beyond) + 1} known",
-                    stage="transfer",
-                )
-            )
-        else:
-            self._num_chunks = num_chunks
-            self._owe(self.ticket.num_blocks)
+        if contradiction := self._arrivals.contradiction(num_chunks):
+            self.fail(TransferError(contradiction, stage="transfer"))
+            return
+        self._arrivals.num_chunks = num_chunks
+        self._owe(self.ticket.num_blocks)
 
     def _owe(self, num_blocks: int) -> None:
         """An announcement is no progress: it does not prolong a patience that has begun."""
@@ -359,8 +313,7 @@ class ReceiveSession:
     def _watch(self) -> None:
         """Patience begins (again) while something is owed, and ends when nothing is."""
         was_watched = self._stalls_at_ns is not None
-        num_leading = min(arrived.num_leading for arrived in self._arrived.values())
-        is_owed = self.is_open and num_leading < self._num_owed
+        is_owed = self.is_open and self._arrivals.num_leading < self._num_owed
         self._stalls_at_ns = self._host.monotonic_ns() + self._stall_ns if is_owed else None
         if is_owed and not was_watched:
             self._host.receive_owed()
@@ -371,24 +324,17 @@ class ReceiveSession:
         return f"when none had come for {self._stall_ns // NS_PER_MS} ms"
 
     def _complete_if_all_arrived(self) -> None:
-        routes = self._arrived.values()
-        if any(len(arrived.chunks) != self._num_chunks for arrived in routes):
+        if not self._arrivals.has_all_chunks:
             return
-        if all(arrived.is_whole for arrived in routes):
+        if self._arrivals.is_whole:
             if self.is_open:
                 self._end(ReceiveState.COMPLETE, None)
             self._prove(Proof.ALL_ARRIVED)
         else:
-            missing = self._num_missing()
+            missing = self._arrivals.num_missing
             self.fail(
                 TransferError(f"{missing} blocks are in none of the chunks", stage="transfer")
             )
-
-    def _num_missing(self) -> int:
-        """Blocks of which a layer has not come over some route."""
-        routes = self._arrived.values()
-        indices = range(self.ticket.num_blocks)
-        return sum(not all(arrived.has(index) for arrived in routes) for index in indices)
 
     def _end(self, state: ReceiveState, error: IsthmusError | None) -> None:
         if not self.is_open:

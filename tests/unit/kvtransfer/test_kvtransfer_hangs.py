@@ -81,7 +81,7 @@ async def test_a_connector_that_does_not_let_go_is_told_of(
     def keeps(connector: FakeConnector, peer: PeerName) -> None:
         """The write goes on hanging."""
 
-    monkeypatch.setattr("isthmus.kvtransfer.manager._LET_GO_S", 0.05)
+    monkeypatch.setattr("isthmus.kvtransfer.severing._LET_GO_S", 0.05)
     monkeypatch.setattr(FakeConnector, "remove_peer", keeps)
     async with running_pair("0:hang") as pair:
         told: list[BaseException] = []
