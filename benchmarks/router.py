@@ -50,16 +50,18 @@ class Load:
         self._seqs: dict[str, int] = {}
         self._reports = 0.0
         self._queries = self._make_queries()
+        self._query = next(self._queries)
         self._fill(num_per_role, num_blocks)
 
     def decide(self) -> None:
-        verdict = self.router.submit(next(self._queries))
+        verdict = self.router.submit(self._query)
         if isinstance(verdict, Admitted):
             self._prefilling.append(verdict.decision.decision_id)
         else:
             self.num_refused += 1
 
     def follow(self) -> None:
+        self._query = next(self._queries)
         if len(self._prefilling) > 4:
             decision_id = self._prefilling.popleft()
             self.router.report(decision_id, Outcome.first_token())

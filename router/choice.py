@@ -19,7 +19,6 @@ from isthmus.router.predictor import DecodeOption, PrefillOption
 from isthmus.router.table import Floats, PairTable, PromptColumns
 
 NEAR_TIE_MS = 1.0
-MAX_LISTED = 4
 Place = tuple[int, int]
 
 
@@ -72,15 +71,14 @@ def anyone(source: random.Random, pairs: Floats, alone: Floats) -> Place | None:
 def listed(
     forecast: Forecast, chosen: Place, pairs: Floats, alone: Floats, min_remote_tokens: int
 ) -> list[Candidate]:
-    """The chosen one, then the best others for the same decode instance and for others."""
+    """The chosen one, then the best other prefill instance for the same decode instance, the best
+    other decode instance for the same prefill instance, and the decode instance alone."""
     row, column = chosen
     picks = [chosen]
     if pairs.size:
-        near = pairs[:, column].argsort()[: MAX_LISTED // 2]
-        picks += [(int(other), column) for other in near]
+        picks.append((_best_but(pairs[:, column], row), column))
     if row >= 0:
-        near = pairs[row].argsort()[: MAX_LISTED // 2]
-        picks += [(row, int(other)) for other in near]
+        picks.append((row, _best_but(pairs[row], column)))
     picks.append((-1, column))
     make = _Candidates(forecast, min_remote_tokens)
     found: list[Candidate] = []
@@ -89,6 +87,14 @@ def listed(
         if cost != NEVER:
             found.append(make.of(at, to, cost))
     return found
+
+
+def _best_but(costs: Floats, chosen: int) -> int:
+    """Where the least of them is, but for ``chosen`` (−1 = none)."""
+    if chosen >= 0:
+        costs = costs.copy()
+        costs[chosen] = NEVER
+    return int(costs.argmin())
 
 
 class _Candidates:

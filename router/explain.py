@@ -7,7 +7,7 @@ the times that were measured. Memory is bounded by the number of records and by 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -51,9 +51,10 @@ class ExplainedCandidate:
 
 @dataclass(slots=True)
 class DecisionRecord:
-    """``candidates``: the best few, best first. ``filtered``: why others were none, the first of
-    ``num_filtered``. Either a decision or an error. ``timeline``: what was measured, as far as it
-    was told; unix nanoseconds, like ``at_ns``."""
+    """``ranked``, ``explained``: the best few, best first; read them as ``candidates``, which turns
+    the one into the other, since few records are ever asked for. ``filtered``: why others were
+    none, the first of ``num_filtered``. Either a decision or an error. ``timeline``: what was
+    measured, as far as it was told; unix nanoseconds, like ``at_ns``."""
 
     request_id: RequestId
     num_prompt_tokens: int
@@ -63,7 +64,8 @@ class DecisionRecord:
     at_ns: int
     decision: RouteDecision | None = None
     error: ErrorDetail | None = None
-    candidates: tuple[ExplainedCandidate, ...] = ()
+    ranked: Sequence[Candidate] = ()
+    explained: tuple[ExplainedCandidate, ...] = ()
     filtered: dict[InstanceId, FilterReason] = field(default_factory=dict)
     num_filtered: int = 0
     outcomes: list[OutcomeKind] = field(default_factory=list)
@@ -86,9 +88,15 @@ class DecisionRecord:
 
     def decided(self, decision: RouteDecision, candidates: list[Candidate]) -> DecisionRecord:
         self.decision = decision
-        best = candidates[:MAX_EXPLAINED]
-        self.candidates = tuple([ExplainedCandidate.of(item) for item in best])
+        self.ranked = candidates[:MAX_EXPLAINED]
         return self
+
+    @property
+    def candidates(self) -> tuple[ExplainedCandidate, ...]:
+        if self.ranked:
+            self.explained = tuple([ExplainedCandidate.of(item) for item in self.ranked])
+            self.ranked = ()
+        return self.explained
 
     def refused(self, error: IsthmusError) -> DecisionRecord:
         self.error = ErrorDetail.of(error)

@@ -24,7 +24,7 @@ from isthmus.router.types import Outcome, OutcomeKind, RouteQuery
 PUBLISH_MS = 1_000
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class OpenDecision:
     """A decision whose end is not known yet. ``…_factor``: that the predictions contain;
     ``prefill_model_ms``: what the instance's model alone said of the prompt."""

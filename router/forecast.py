@@ -31,7 +31,7 @@ MAX_SHARE = 0.9
 NEVER = float("inf")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Ask:
     """What one query wants of a choice, with what is known beside the query.
 
@@ -229,7 +229,7 @@ def _decodes(
     local.prefill = local.prefill + chunks * (step - columns.base)
     local.ttft = local.wait + local.prefill
     tpot = step
-    if columns.has_prompts:
+    if columns.prompted:
         tpot = step / (1.0 - np.minimum(columns.prompt_share(now_ms), MAX_SHARE))
     if local.wait.item(local.wait.argmax()) > handoff_ms:
         # What is left of prompts there at the handoff comes before the second token.

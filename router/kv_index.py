@@ -30,6 +30,7 @@ from isthmus.common.kv_events import (
 TOUCH_EVERY = 8
 """Lookups of which one counts as use: to move every block of every prompt costs as much as to find
 them, and what is used often is found often enough."""
+MAX_SHARED = 4_096
 
 
 class ApplyResult(Enum):
@@ -58,6 +59,7 @@ class KvIndex:
         self._holders: dict[InstanceId, _Holder] = {}
         self._instance_by_bit: dict[int, InstanceId] = {}
         self._all_mask = 0
+        self._shared: dict[int, int] = {}  # equal masks, which are as many as blocks, as one object
         self._num_matches = 0
         self.num_resyncs = 0
         self.num_evicted = 0
@@ -73,27 +75,37 @@ class KvIndex:
             return {}
         ended: list[tuple[int, int]] = []  # (bits of those that hold no more, depth)
         depth = 0
-        for block_hash in hashes:
-            still = alive & masks.get(block_hash, 0)
-            if still != alive:
-                ended.append((alive ^ still, depth))
-                alive = still
-                if not alive:
-                    break
-            depth += 1
-        if alive:
+        # Most blocks have the holders of the one before them: nothing to be done but to go on.
+        for depth, mask in enumerate(map(masks.get, hashes)):
+            if mask != alive:
+                still = alive & mask if mask is not None else 0
+                if still != alive:
+                    ended.append((alive ^ still, depth))
+                    alive = still
+                    if not alive:
+                        break
+        else:
+            depth = len(hashes)
             ended.append((alive, depth))
         self._num_matches += 1
         if not self._num_matches % TOUCH_EVERY:
             for index in range(depth - 1, -1, -1):
                 masks.move_to_end(hashes[index])
+        return self._by_instance(ended)
+
+    def _by_instance(self, ended: list[tuple[int, int]]) -> dict[InstanceId, int]:
         found: dict[InstanceId, int] = {}
         names = self._instance_by_bit
-        for bits, reached in ended:
-            left = bits if reached else 0
+        for bits, depth in ended:
+            if not depth:
+                continue
+            if bits in names:  # of one alone, as most are where prompts part
+                found[names[bits]] = depth
+                continue
+            left = bits
             while left:
                 bit = left & -left
-                found[names[bit]] = reached
+                found[names[bit]] = depth
                 left ^= bit
         return found
 
@@ -172,9 +184,12 @@ class KvIndex:
                     self._clear(holder)
 
     def _store(self, holder: _Holder, hashes: Sequence[BlockHash]) -> None:
-        masks = self._masks
+        masks, shared, bit = self._masks, self._shared, holder.bit
+        if len(shared) > MAX_SHARED:
+            shared.clear()
         for block_hash in reversed(hashes):  # parents come first, and should be dropped last
-            masks[block_hash] = masks.get(block_hash, 0) | holder.bit
+            mask = masks.get(block_hash, 0) | bit
+            masks[block_hash] = shared.setdefault(mask, mask)
             masks.move_to_end(block_hash)
         holder.hashes.update(hashes)
 

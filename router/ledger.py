@@ -85,7 +85,7 @@ class Reservation:
         return self.made_ns if self.prefill_at == self.decode_at else self.first_token_ns
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PendingLoad:
     """On top of an instance's last report. Of all that this router knows to be there:
     ``tightest_tpot_ms`` of the decode legs, ``prompts_ms`` of prompts without a first token,
@@ -246,6 +246,7 @@ class Ledger:
         reservation.expires_ns = now_ns + self._ttl_ns
         self._reservations[decision_id] = self._reservations.pop(decision_id)
         self._prompt_done_ns[reservation.prefill_at] = now_ns
+        self._forget_sum(reservation.prefill_at)
         self.num_freed += 1
         if not reservation.is_local:
             self._drop_leg(reservation.prefill_at, reservation)
@@ -351,10 +352,10 @@ class Ledger:
 
     def _drop_leg(self, instance_id: InstanceId, leg: Reservation) -> None:
         legs = self._by_instance.get(instance_id)
-        if legs is not None:
-            legs.drop(leg, instance_id == leg.decode_at)
-            if not legs:
-                del self._by_instance[instance_id]
+        if legs is None or not legs.drop(leg, instance_id == leg.decode_at):
+            return  # it ended there with the first token
+        if not legs:
+            del self._by_instance[instance_id]
         self._forget_sum(instance_id)
 
     def _count_new(self, instance_id: InstanceId, leg: Reservation, tightest: float) -> None:
@@ -399,18 +400,21 @@ class Ledger:
         settled: list[Reservation] = []
         num_blocks = 0
         for place, leg in enumerate(legs.recent.values()):
-            since_ns = leg.visible_ns(instance_id)
-            if since_ns is None:
-                incoming.append(leg)
-            elif since_ns > seen_ns:
+            # Blocks are taken before the prompt is computed, so reports contain them early.
+            if leg.made_ns > seen_ns and leg.decode_at == instance_id:
+                num_blocks += leg.burden.blocks
+            since_ns = leg.made_ns
+            if leg.prefill_at != instance_id:  # as ``visible_ns``, without a call for each
+                if leg.state is _PREFILLING:
+                    incoming.append(leg)
+                    continue
+                since_ns = leg.first_token_ns
+            if since_ns > seen_ns:
                 hidden.append(leg)
             elif since_ns > settled_ns:
                 recent.append((since_ns, place, leg))
             else:
                 settled.append(leg)
-            # Blocks are taken before the prompt is computed, so reports contain them early.
-            if leg.made_ns > seen_ns and leg.decode_at == instance_id:
-                num_blocks += leg.burden.blocks
         for leg in settled:
             legs.settled[leg.decision_id] = legs.recent.pop(leg.decision_id)
         num_settled = len(legs.settled)

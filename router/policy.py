@@ -46,7 +46,7 @@ class Pool:
         return last.worth_ms
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Candidate:
     """A pair, or a decode instance alone (``prefill`` is its own option then)."""
 

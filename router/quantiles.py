@@ -80,10 +80,19 @@ class Residuals:
     recent: deque[tuple[float, int]] = field(default_factory=deque)  # ratio, when
     ordered: list[float] = field(default_factory=list)
     levels: dict[float, _Level] = field(default_factory=dict)
+    _answers: dict[float, float] = field(default_factory=dict)  # of ``ratio``, until it has news
 
     def ratio(self, quantile: float, now_ns: int) -> float:
         """What to multiply a prediction by so that the ``quantile`` of measurements is below."""
         self._forget(now_ns)
+        known = self._answers.get(quantile)
+        if known is None:
+            if len(self._answers) >= MAX_LEVELS:
+                self._answers.clear()
+            known = self._answers[quantile] = self._ratio(quantile)
+        return known
+
+    def _ratio(self, quantile: float) -> float:
         level = self.levels.get(round(quantile, 3))
         wanted = level.level if level is not None else quantile
         prior = 1.0 + PRIOR_SPREAD * max(0.0, wanted - 0.5) * 2
@@ -111,6 +120,7 @@ class Residuals:
             self._drop_oldest()
         self.recent.append((ratio, now_ns))
         insort(self.ordered, ratio)
+        self._answers.clear()
 
     def _forget(self, now_ns: int) -> None:
         while self.recent and self.recent[0][1] < now_ns - MEMORY_NS:
@@ -119,6 +129,7 @@ class Residuals:
     def _drop_oldest(self) -> None:
         ratio, _ = self.recent.popleft()
         del self.ordered[bisect_left(self.ordered, ratio)]
+        self._answers.clear()
 
     def covered(self, quantile: float, is_hit: bool) -> None:
         """A measurement was (not) below the answer that was given for ``quantile``."""
@@ -129,6 +140,7 @@ class Residuals:
                 return
             level = self.levels[key] = _Level(quantile)
         level.learn(quantile, is_hit)
+        self._answers.clear()
 
     def _at(self, level: float) -> float:
         """Linear between the order statistics; above the largest, the largest and a bit."""
@@ -147,6 +159,7 @@ class ResidualTable:
 
     def __init__(self) -> None:
         self._table: dict[tuple[Kind, int], Residuals] = {}
+        self._nothing = Residuals()
 
     def __len__(self) -> int:
         return len(self._table)
@@ -156,7 +169,7 @@ class ResidualTable:
 
     def of(self, kind: Kind, bucket: int) -> Residuals:
         """For reading; nothing measured yet is a guess."""
-        return self._table.get((kind, bucket)) or Residuals()
+        return self._table.get((kind, bucket), self._nothing)
 
     def observe(
         self,

@@ -75,6 +75,10 @@ class Router:
         self.state.on_news = self._progress
         is_goodput = policy is None and config.policy == GoodputPolicy.name
         self._intake = self._late_binding(tenant_weights) if is_goodput else None
+        self._num_decisions = {
+            path: metrics.DECISIONS.labels(policy=self.policy_name, path=path)
+            for path in ("local", "disaggregated")
+        }
 
     @property
     def cluster(self) -> ClusterView:
@@ -265,8 +269,7 @@ class Router:
         self.feedback.opened(decision, query, chosen, elapsed_ms, now_ns)
         if decode.load is None or prefill.load is None:
             metrics.ROUTE_FALLBACK.inc()
-        path = "local" if chosen.is_local else "disaggregated"
-        metrics.DECISIONS.labels(policy=decision.policy, path=path).inc()
+        self._num_decisions["local" if chosen.is_local else "disaggregated"].inc()
         metrics.RESERVATIONS.set(len(self.state.ledger))
         return decision
 

@@ -38,7 +38,7 @@ class PromptColumns:
     """How prompts fare on some instances, one entry each: prefill, decode or mixed ones.
 
     A window of a block [columns, entries] that a table's two kinds of instances share, so that one
-    operation serves both; each column is contiguous. ``refreshed`` after the last row.
+    operation serves both; each column is contiguous.
     """
 
     NUM_COLUMNS = 14
@@ -47,8 +47,8 @@ class PromptColumns:
         self.views = views
         self.longest: Floats = np.array([view.longest_prompt for view in views], np.float64)
         self.shortest = float(self.longest.min()) if views else 0.0  # that all of them can take
-        self.num_usable = 0
-        self.has_strange = False
+        self.num_usable = 0  # of a table's two kinds
+        self.has_strange = False  # some of the table
         self._rows = block
         (
             self.base,  # prefill coefficients, with the instance's factor
@@ -72,7 +72,8 @@ class PromptColumns:
         usable: Bools = self.barred == 0.0
         return usable
 
-    def refresh(self, row: int, load: PendingLoad, now_ns: int) -> None:
+    def refresh(self, row: int, load: PendingLoad, now_ns: int) -> tuple[bool, bool]:
+        """Whether it may be chosen, and whether others have prompts there."""
         view = self.views[row]
         model, report = view.latency, view.load
         factor = view.faded(view.prefill_factor, now_ns)
@@ -82,6 +83,7 @@ class PromptColumns:
             num_seqs = report.waiting_seqs + report.running_seqs
             strange = view.reported_work_ms * load.num_strange / num_seqs
         ahead = max(AHEAD_MS, AHEAD_BASES * model.prefill_base)
+        may_be_chosen = is_usable(view, now_ns)
         self._rows[:, row] = (
             model.prefill_base * factor,
             model.prefill_token * factor,
@@ -96,12 +98,9 @@ class PromptColumns:
             OVERDUE * load.head_ms if load.head_ms > 0.0 else NO_LIMIT,
             min(model.prefill_ms(budget), ahead) * factor,
             view.last_chosen,
-            0.0 if is_usable(view, now_ns) else NO_LIMIT,
+            0.0 if may_be_chosen else NO_LIMIT,
         )
-
-    def refreshed(self) -> None:
-        self.num_usable = len(self.views) - int(np.count_nonzero(self.barred))
-        self.has_strange = bool(np.count_nonzero(self.strange))
+        return may_be_chosen, strange > 0.0
 
 
 class DecodeColumns:
@@ -114,7 +113,7 @@ class DecodeColumns:
         self.is_mixed: Bools = np.array([v.info.role is Role.MIXED for v in views], np.bool_)
         self.has_mixed = bool(self.is_mixed.any())
         self.has_large = False
-        self.has_prompts = False  # beside decodes
+        self.prompted: set[int] = set()  # rows that have had prompts beside decodes
         self._rows: Floats = np.zeros((self.NUM_COLUMNS, len(views)))
         (
             self.base,  # decode coefficients, with the instance's factor
@@ -161,6 +160,8 @@ class DecodeColumns:
             large_ctx = model.large_context * factor
             if seqs >= large_batch:
                 step = large_base + large_seq * seqs + large_ctx * context
+        if view.prompt_ms:
+            self.prompted.add(row)
         tightest = load.tightest_tpot_ms
         self._rows[:, row] = (
             base,
@@ -184,9 +185,6 @@ class DecodeColumns:
             factor,
             view.block_size,
         )
-
-    def refreshed(self) -> None:
-        self.has_prompts = bool(np.count_nonzero(self.prompt))
 
     def prompt_share(self, now_ms: float) -> Floats:
         """Of an instance's time, that prompts have taken from its decodes lately."""
@@ -243,6 +241,8 @@ class PairTable:
         self.quickest = 0  # of the usable prefill instances, with no prompt too long for it
         self.rates: Floats = np.zeros((count, len(decodes)))
         self.rate: float | None = None
+        self._usable: set[int] = set()
+        self._strange: set[int] = set()
         self.scratch = [np.empty_like(self.rates) for _ in range(3)]  # for costs of pairs
 
     @property
@@ -254,18 +254,26 @@ class PairTable:
         return len(self.prefills.views)
 
     def refresh(self, instance_id: InstanceId, load: PendingLoad, now_ns: int) -> None:
-        row = self.row_of[instance_id]
-        self.prompts.refresh(row, load, now_ns)
-        if row >= self.num_prefills:
-            self.decodes.refresh(row - self.num_prefills, load, now_ns)
+        """One row. ``refreshed`` after the last of several."""
+        row, count = self.row_of[instance_id], self.num_prefills
+        may_be_chosen, has_strange = self.prompts.refresh(row, load, now_ns)
+        if row >= count:
+            self.decodes.refresh(row - count, load, now_ns)
+        if may_be_chosen != (row in self._usable):
+            side, change = self.prefills if row < count else self.local, 1 if may_be_chosen else -1
+            side.num_usable += change
+            self._usable ^= {row}
+        if has_strange != (row in self._strange):
+            self._strange ^= {row}
 
     def refreshed(self) -> None:
-        """After the last row: what rows are beside each other."""
-        for columns in (self.prompts, self.prefills, self.local, self.decodes):
-            columns.refreshed()
+        """What rows are beside each other."""
+        has_strange = bool(self._strange)
+        for columns in (self.prompts, self.prefills, self.local):
+            columns.has_strange = has_strange
         if self.num_prefills:
             token = self.prefills.token
-            self.speed = token[token.argmin()] / np.maximum(token, 1e-9)
+            self.speed = token.item(token.argmin()) / np.maximum(token, 1e-9)
             self.quickest = int((token + self.prefills.barred).argmin())
 
     def link(self, links: Links) -> None:

@@ -118,7 +118,7 @@ def record_from_pb(message: pb.Explanation) -> DecisionRecord:
         at_ns=message.at_unix_ns,
         decision=decision_from_pb(message.decision) if message.HasField("decision") else None,
         error=error,
-        candidates=tuple(_candidate_from_pb(item) for item in message.candidates),
+        explained=tuple(_candidate_from_pb(item) for item in message.candidates),
         filtered={
             InstanceId(item.instance_id): _FILTERS[item.reason]
             for item in message.filtered

@@ -204,7 +204,7 @@ def assert_alike(mine: PairTable, anew: PairTable) -> None:
     for one, other in ((mine.prefills, anew.prefills), (mine.local, anew.local)):
         assert one.num_usable == other.num_usable == np.count_nonzero(one.is_usable)
         assert one.has_strange == other.has_strange
-    assert mine.decodes.has_prompts == anew.decodes.has_prompts
+    assert mine.decodes.prompted == anew.decodes.prompted
     assert (mine.rate, mine.quickest) == (anew.rate, anew.quickest)
     np.testing.assert_array_equal(mine.speed, anew.speed)
     np.testing.assert_array_equal(mine.rates, anew.rates)
