@@ -62,6 +62,23 @@ class HeldQuery:
         return self.tag, self.place
 
 
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """For what ON_TIME was planned."""
+
+    at_ns: int
+    ready_ms: float
+    num_workers: float
+    slack_ms: float
+
+    def slack_left_ms(self, now_ns: int, ready_ms: float, num_workers: float) -> float:
+        """Less than none when the plan may hold no more."""
+        if num_workers < self.num_workers:
+            return -1.0
+        passed_ms = (now_ns - self.at_ns) / NS_PER_MS
+        return self.slack_ms - (passed_ms + ready_ms - self.ready_ms)
+
+
 @dataclass(slots=True)
 class _Line:
     """The two lanes of one model, each in order."""
@@ -70,6 +87,7 @@ class _Line:
     late_ok: list[HeldQuery] = field(default_factory=list)
     work_ms: float = 0.0  # of all in both lanes
     slack_ms: float = NEVER_LATE  # of ON_TIME, when it was last planned
+    planned: _Planned | None = None  # when that left nobody out, and nobody came or went since
     debt_ms: float = 0.0  # work that LATE_OK has had beyond its share; none is saved up
 
     def lane(self, lane: Lane) -> list[HeldQuery]:
@@ -189,6 +207,11 @@ class HoldingQueue:
         line = self._lines.get(model)
         if line is None or not line.on_time:
             return []
+        if line.planned is not None:
+            slack_ms = line.planned.slack_left_ms(now_ns, ready_ms, num_workers)
+            if slack_ms >= 0.0:
+                line.slack_ms = slack_ms
+                return []
         factor = self.shares.factors([held.query.tenant for held in line.on_time], now_ns)
         jobs = []
         for held in line.on_time:
@@ -199,6 +222,8 @@ class HoldingQueue:
             jobs.append(Job(start_ms + share_ms, share_ms, weight))
         plan = leave_out(jobs, ready_ms)
         line.slack_ms = plan.slack_ms
+        if not plan.left_out:
+            line.planned = _Planned(now_ns, ready_ms, num_workers, plan.slack_ms)
         out, left_out, before_ms = set(plan.left_out), [], 0.0
         for place, held in enumerate(line.on_time):
             if place in out:
@@ -241,6 +266,7 @@ class HoldingQueue:
         if held.lane is Lane.LATE_OK:
             held.tag = self.shares.tag(held.query.tenant, held.work_ms)
         line.work_ms += held.work_ms
+        line.planned = None
         insort(line.lane(held.lane), held, key=lambda item: item.key)
 
     def _take_out(self, held: HeldQuery) -> None:
@@ -250,6 +276,7 @@ class HoldingQueue:
         assert entries[place] is held
         del entries[place]
         line.work_ms -= held.work_ms
+        line.planned = None
 
     def _forget(self, held: HeldQuery) -> None:
         del self._held[held.query.request_id]

@@ -59,7 +59,7 @@ class KvIndex:
         self._holders: dict[InstanceId, _Holder] = {}
         self._instance_by_bit: dict[int, InstanceId] = {}
         self._all_mask = 0
-        self._shared: dict[int, int] = {}  # equal masks, which are as many as blocks, as one object
+        self._shared: dict[int, int] = {}
         self._num_matches = 0
         self.num_resyncs = 0
         self.num_evicted = 0
@@ -184,29 +184,39 @@ class KvIndex:
                     self._clear(holder)
 
     def _store(self, holder: _Holder, hashes: Sequence[BlockHash]) -> None:
-        masks, shared, bit = self._masks, self._shared, holder.bit
-        if len(shared) > MAX_SHARED:
-            shared.clear()
+        masks, bit = self._masks, holder.bit
+        shared = self._shared_mask
+        alone = shared(bit)
         for block_hash in reversed(hashes):  # parents come first, and should be dropped last
-            mask = masks.get(block_hash, 0) | bit
-            masks[block_hash] = shared.setdefault(mask, mask)
-            masks.move_to_end(block_hash)
+            mask = masks.get(block_hash)
+            if mask is None:
+                masks[block_hash] = alone
+            else:
+                if not mask & bit:
+                    masks[block_hash] = shared(mask | bit)
+                masks.move_to_end(block_hash)
         holder.hashes.update(hashes)
 
     def _remove(self, holder: _Holder, hashes: Iterable[BlockHash]) -> None:
-        masks = self._masks
-        for block_hash in hashes:
-            if block_hash not in holder.hashes:
-                continue
-            holder.hashes.discard(block_hash)
-            left = masks[block_hash] & ~holder.bit
-            if left:
-                masks[block_hash] = left
-            else:
+        masks, bit, held = self._masks, holder.bit, holder.hashes
+        known = held.intersection(hashes)
+        held -= known
+        for block_hash in known:
+            mask = masks[block_hash]
+            if mask == bit:
                 del masks[block_hash]
+            else:
+                masks[block_hash] = self._shared_mask(mask ^ bit)
+
+    def _shared_mask(self, mask: int) -> int:
+        """Its equal that others have too: there are millions of blocks and few sets of holders."""
+        shared = self._shared
+        if len(shared) > MAX_SHARED:
+            shared.clear()
+        return shared.setdefault(mask, mask)
 
     def _clear(self, holder: _Holder) -> None:
-        self._remove(holder, tuple(holder.hashes))
+        self._remove(holder, holder.hashes.copy())
 
     def _evict(self) -> None:
         while len(self._masks) > self._max_blocks:

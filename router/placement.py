@@ -57,6 +57,8 @@ class Placement:
         self._table = ClusterTable(knowledge.links)
         self._doubtful: set[InstanceId] = set()  # their breakers are not closed
         self._num_rebuilt = 0
+        self._soonest: dict[str, float] = {}  # ``soonest_start_ms`` by model …
+        self._soonest_ns = -1  # … at that time, and nothing has changed since
 
     def look(
         self,
@@ -125,6 +127,7 @@ class Placement:
             return
         # What the clock alone may change: a breaker half opens by itself.
         dirty |= self._doubtful
+        self._soonest.clear()
         self._table.refresh(state.cluster.views, dirty, state.ledger.pending, now_ns)
         for instance_id in dirty:
             view = state.cluster.get(instance_id)
@@ -143,7 +146,15 @@ class Placement:
     def soonest_start_ms(self, model: str, now_ns: int) -> float:
         """When the first prompt more could be begun anywhere; infinite without an instance."""
         self.refresh(now_ns)
-        now_ms = now_ns / NS_PER_MS
+        if now_ns != self._soonest_ns:
+            self._soonest_ns = now_ns
+            self._soonest.clear()
+        known = self._soonest.get(model)
+        if known is None:
+            known = self._soonest[model] = self._soonest_of(model, now_ns / NS_PER_MS)
+        return known
+
+    def _soonest_of(self, model: str, now_ms: float) -> float:
         return min(
             (
                 self._policy.soonest_start_ms(columns, now_ms)
