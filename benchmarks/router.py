@@ -228,7 +228,7 @@ def main() -> None:
             show(f"route, {name}", measure(load.decide, args.requests, between))
             show_cycle(name, load, args.requests)
             hashes = make_query(NUM_TOKENS).hash_chains[0]
-            times = measure(lambda: index.match(hashes), args.requests, lambda: None)  # noqa: B023
+            times = measure(lambda: index.holders(hashes), args.requests, lambda: None)  # noqa: B023
             show(f"  match, {len(hashes)} blocks", times)
 
 

@@ -16,6 +16,7 @@ from math import exp
 from isthmus.common.clock import NS_PER_MS
 from isthmus.common.cluster import InstanceInfo, LatencyModel, LoadReport, Role
 from isthmus.common.ids import InstanceId
+from isthmus.common.types import InstanceRef
 from isthmus.router.breaker import Breaker
 from isthmus.router.learned_latency import LearnedLatency
 from isthmus.router.pairing import CompatKey, compat_key, fed_keys, pairing_problems
@@ -31,6 +32,7 @@ class InstanceView:
     """One instance at one epoch."""
 
     info: InstanceInfo
+    ref: InstanceRef
     breaker: Breaker
     key: CompatKey
     fed_keys: tuple[CompatKey, ...]  # of decode instances that are there
@@ -58,7 +60,7 @@ class InstanceView:
         token_bytes = info.kv_layout.instance_token_bytes
         learned = LearnedLatency(info.latency)
         key = compat_key(info)
-        return cls(info, breaker, key, (), info.block_size, longest, token_bytes, learned)
+        return cls(info, info.ref, breaker, key, (), info.block_size, longest, token_bytes, learned)
 
     @property
     def instance_id(self) -> InstanceId:
@@ -120,7 +122,10 @@ class ClusterView:
         if view is not None and info.epoch < view.info.epoch:
             return False
         if view is not None and info.epoch == view.info.epoch:
-            view.info = info  # its state, and what was measured; all else is fixed for an epoch
+            view.info, view.ref = (
+                info,
+                info.ref,
+            )  # its state, and what was measured; all else is fixed for an epoch
             view.is_registered = True
             if info.latency != view.learned.boot:
                 view.learned = LearnedLatency(info.latency)

@@ -89,8 +89,8 @@ class Feedback:
         self._open[decision.decision_id] = OpenDecision(
             decision,
             query,
-            prefill.view.info.ref,
-            decode.view.info.ref,
+            prefill.view.ref,
+            decode.view.ref,
             now_ns,
             elapsed_ms,
             prefill.factor,

@@ -16,15 +16,13 @@ written to.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
-from isthmus.common.ids import InstanceId
 from isthmus.router.quantiles import FLOOR_MS, Residuals
 from isthmus.router.sessions import LastServed
-from isthmus.router.table import Bools, Floats, PairTable, PromptColumns
+from isthmus.router.table import Bools, Floats, Holders, PairTable, PromptColumns
 from isthmus.router.types import RouteQuery
 
 MAX_SHARE = 0.9
@@ -95,19 +93,19 @@ class Forecast:
 def forecast(
     table: PairTable,
     query: RouteQuery,
-    depths: Mapping[InstanceId, int],
+    holders: Holders,
     ask: Ask,
     min_remote_tokens: int,
     stale_ms: float,
     now_ms: float,
 ) -> Forecast:
-    """``depths``: leading blocks of the prompt that instances have. ``stale_ms``: of silence, from
-    which on it means doubt."""
+    """``holders``: of the prompt's leading blocks. ``stale_ms``: of silence, from which on it means
+    doubt."""
     columns, num_tokens, count = table.prompts, query.num_prompt_tokens, table.num_prefills
-    if query.needs_whole_prompt or not depths:
+    if query.needs_whole_prompt or not holders:
         blocks = np.zeros(len(columns.views))
     else:
-        blocks = table.cached_blocks(depths)
+        blocks = table.cached_blocks(holders)
         np.minimum(blocks, (num_tokens - 1) // table.block_size, out=blocks)
     cached = blocks * table.block_size
     uncached = num_tokens - cached

@@ -10,12 +10,10 @@ seconds of an instance wins.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
-from isthmus.common.ids import InstanceId
 from isthmus.router.choice import Place, anyone, cheapest, listed
 from isthmus.router.costs import (
     decode_costs,
@@ -38,7 +36,7 @@ from isthmus.router.forecast import (
 from isthmus.router.policy import Candidate
 from isthmus.router.prices import Prices
 from isthmus.router.quantiles import FLOOR_MS
-from isthmus.router.table import Bools, Floats, PairTable, PromptColumns
+from isthmus.router.table import Bools, Floats, Holders, PairTable, PromptColumns
 from isthmus.router.types import RouteQuery
 
 DECODE_FULL = "decode_full"  # an obstacle: no KV blocks or no place in the batch
@@ -81,12 +79,12 @@ class GoodputPolicy:
         self,
         table: PairTable,
         query: RouteQuery,
-        depths: Mapping[InstanceId, int],
+        holders: Holders,
         ask: Ask,
         prices: Prices,
         now_ms: float,
     ) -> Weighed:
-        found = forecast(table, query, depths, ask, self._min_remote, self._stale_ms, now_ms)
+        found = forecast(table, query, holders, ask, self._min_remote, self._stale_ms, now_ms)
         weighed, ratios = _outlook(found)
         own, rest = prefill_costs(found, prices), decode_costs(found, prices)
         may_decode = found.decode.is_kept > found.decode.is_full  # kept, and not full

@@ -14,7 +14,7 @@ prompt is one dictionary access and one AND per block.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -69,11 +69,21 @@ class KvIndex:
 
     def match(self, hashes: Sequence[BlockHash]) -> dict[InstanceId, int]:
         """Leading blocks of ``hashes`` that each instance holds; instances with none are absent."""
+        names = self._instance_by_bit
+        return {names[bit]: depth for mask, depth in self.holders(hashes) for bit in bits_of(mask)}
+
+    def bit(self, instance_id: InstanceId) -> int:
+        """Its own in every mask, until it is forgotten or begins a new epoch; 0 = not known."""
+        holder = self._holders.get(instance_id)
+        return holder.bit if holder is not None else 0
+
+    def holders(self, hashes: Sequence[BlockHash]) -> list[tuple[int, int]]:
+        """As ``match``: masks of instances that hold equally many of them, and how many."""
         masks = self._masks
         alive = self._all_mask
-        if not alive:
-            return {}
         ended: list[tuple[int, int]] = []  # (bits of those that hold no more, depth)
+        if not alive:
+            return ended
         depth = 0
         # Most blocks have the holders of the one before them: nothing to be done but to go on.
         for depth, mask in enumerate(map(masks.get, hashes)):
@@ -91,23 +101,7 @@ class KvIndex:
         if not self._num_matches % TOUCH_EVERY:
             for index in range(depth - 1, -1, -1):
                 masks.move_to_end(hashes[index])
-        return self._by_instance(ended)
-
-    def _by_instance(self, ended: list[tuple[int, int]]) -> dict[InstanceId, int]:
-        found: dict[InstanceId, int] = {}
-        names = self._instance_by_bit
-        for bits, depth in ended:
-            if not depth:
-                continue
-            if bits in names:  # of one alone, as most are where prompts part
-                found[names[bits]] = depth
-                continue
-            left = bits
-            while left:
-                bit = left & -left
-                found[names[bit]] = depth
-                left ^= bit
-        return found
+        return ended[1:] if ended and not ended[0][1] else ended
 
     def next_seq(self, instance_id: InstanceId, epoch: int) -> int:
         """The first event that is missing: where a stream must begin."""
@@ -187,7 +181,12 @@ class KvIndex:
         masks, bit = self._masks, holder.bit
         shared = self._shared_mask
         alone = shared(bit)
-        for block_hash in reversed(hashes):  # parents come first, and should be dropped last
+        holder.hashes.update(hashes)
+        # Parents come first, and should be dropped last.
+        if masks.keys().isdisjoint(hashes):
+            masks.update(dict.fromkeys(reversed(hashes), alone))
+            return
+        for block_hash in reversed(hashes):
             mask = masks.get(block_hash)
             if mask is None:
                 masks[block_hash] = alone
@@ -195,7 +194,6 @@ class KvIndex:
                 if not mask & bit:
                     masks[block_hash] = shared(mask | bit)
                 masks.move_to_end(block_hash)
-        holder.hashes.update(hashes)
 
     def _remove(self, holder: _Holder, hashes: Iterable[BlockHash]) -> None:
         masks, bit, held = self._masks, holder.bit, holder.hashes
@@ -222,7 +220,13 @@ class KvIndex:
         while len(self._masks) > self._max_blocks:
             block_hash, mask = self._masks.popitem(last=False)
             self.num_evicted += 1
-            while mask:
-                bit = mask & -mask
+            for bit in bits_of(mask):
                 self._holders[self._instance_by_bit[bit]].hashes.discard(block_hash)
-                mask ^= bit
+
+
+def bits_of(mask: int) -> Iterator[int]:
+    """Each as a mask of its own."""
+    while mask:
+        bit = mask & -mask
+        yield bit
+        mask ^= bit

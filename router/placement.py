@@ -54,7 +54,7 @@ class Placement:
         self._policy = policy
         self._sessions = sessions
         self._clock = clock
-        self._table = ClusterTable(knowledge.links)
+        self._table = ClusterTable(knowledge.links, state.index)
         self._doubtful: set[InstanceId] = set()  # their breakers are not closed
         self._num_rebuilt = 0
         self._soonest: dict[str, float] = {}  # ``soonest_start_ms`` by model …
@@ -77,9 +77,8 @@ class Placement:
         """
         self.refresh(now_ns)
         tables = self._table.of_model(query.model)
-        depths: dict[InstanceId, int] = {}
-        for chain in query.hash_chains:
-            depths |= self._state.index.match(chain)
+        index = self._state.index
+        holders = [found for chain in query.hash_chains for found in index.holders(chain)]
         elapsed_ms = self.elapsed_ms(query)
         ask = self._ask(query, elapsed_ms, now_ns, is_on_time=is_on_time, is_aged=is_aged)
         if is_last_chance:
@@ -89,7 +88,7 @@ class Placement:
 
         def weigh(ask: Ask) -> list[Weighed]:
             weigh_one = self._policy.weigh
-            return [weigh_one(table, query, depths, ask, prices, now_ms) for table in tables]
+            return [weigh_one(table, query, holders, ask, prices, now_ms) for table in tables]
 
         all_weighed, slo = weigh(ask), query.slo
         least_ttft_ms = min((weighed.least_ttft_ms for weighed in all_weighed), default=NEVER)

@@ -66,6 +66,7 @@ class Router:
         self._policy = policy or create_policy(config)
         self._predictor = Predictor(config.stale_load_ms)
         self._turn = 0
+        self._id_prefix = f"{new_decision_id()}-"  # no other router's
         self.state = RouterState(config, clock)
         self.log = DecisionLog()
         self.sessions = Sessions(config.max_sessions, config.session_affinity_ms)
@@ -233,11 +234,11 @@ class Router:
         tag = f"{InfeasibleSloError.code}: " if is_infeasible else ""
         decode, prefill = chosen.decode.view, chosen.prefill.view
         decision = RouteDecision(
-            decision_id=new_decision_id(),
+            decision_id=DecisionId(f"{self._id_prefix}{self._turn:x}"),
             request_id=query.request_id,
             action=action,
-            decode=decode.info.ref,
-            prefill=None if chosen.is_local else prefill.info.ref,
+            decode=decode.ref,
+            prefill=None if chosen.is_local else prefill.ref,
             alternate=None if chosen.is_local else _alternate(candidates, others),
             local_reason=chosen.local_reason,
             cached_tokens=chosen.prefill.cached_tokens,
@@ -370,9 +371,9 @@ def _alternate(candidates: list[Candidate], others: Sequence[PrefillOption]) -> 
     for other in candidates[1:]:
         is_pair = other.decode.view is first.decode.view and not other.is_local
         if is_pair and other.prefill.view is not first.prefill.view:
-            return other.prefill.view.info.ref
+            return other.prefill.view.ref
     rest = [option for option in others if option.view is not first.prefill.view]
-    return min(rest, key=lambda option: option.ttft_ms).view.info.ref if rest else None
+    return min(rest, key=lambda option: option.ttft_ms).view.ref if rest else None
 
 
 def _preferred(

@@ -10,7 +10,7 @@ milliseconds; instants are the router's monotonic clock in milliseconds.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,7 @@ from isthmus.common.clock import NS_PER_MS
 from isthmus.common.cluster import InstanceState, Role
 from isthmus.common.ids import InstanceId
 from isthmus.router.cluster_view import PROMPT_MEMORY_MS, InstanceView
+from isthmus.router.kv_index import KvIndex, bits_of
 from isthmus.router.ledger import NO_LIMIT, PendingLoad
 from isthmus.router.links import Links
 from isthmus.router.pairing import CompatKey
@@ -26,7 +27,9 @@ from isthmus.router.pairing import CompatKey
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 PendingOf = Callable[[InstanceId], PendingLoad]
+Holders = list[tuple[int, int]]  # masks of the index, and leading blocks that those have
 NEVER_HEARD = float("inf")
+MAX_MASKS = 4_096
 AHEAD_MS = 25.0
 """Work that waits at an instance, so that it need not wait for the next prompt …"""
 AHEAD_BASES = 4.0
@@ -221,16 +224,23 @@ class PairTable:
     """
 
     def __init__(
-        self, key: CompatKey, prefills: list[InstanceView], decodes: list[InstanceView]
+        self,
+        key: CompatKey,
+        prefills: list[InstanceView],
+        decodes: list[InstanceView],
+        index: KvIndex,
     ) -> None:
         self.key = key
         count, everybody = len(prefills), [*prefills, *decodes]
+        self.num_prefills = count
         block = np.zeros((PromptColumns.NUM_COLUMNS, len(everybody)))
         self.prompts = PromptColumns(everybody, block)
         self.prefills = PromptColumns(prefills, block[:, :count])
         self.local = PromptColumns(decodes, block[:, count:])
         self.decodes = DecodeColumns(decodes)
         self.row_of = {view.instance_id: row for row, view in enumerate(everybody)}
+        self._row_of_bit = {index.bit(name): row for name, row in self.row_of.items()}
+        self._rows_of: dict[int, list[int]] = {}  # by mask of the index
         sizes = {view.block_size for view in everybody}
         self.block_size: float | Floats = float(sizes.pop())  # of all, or of each
         if sizes:
@@ -248,10 +258,6 @@ class PairTable:
     @property
     def model(self) -> str:
         return self.key[0]
-
-    @property
-    def num_prefills(self) -> int:
-        return len(self.prefills.views)
 
     def refresh(self, instance_id: InstanceId, load: PendingLoad, now_ns: int) -> None:
         """One row. ``refreshed`` after the last of several."""
@@ -284,22 +290,31 @@ class PairTable:
         is_same = self.rates.size and bool((self.rates == self.rates[0, 0]).all())
         self.rate = float(self.rates[0, 0]) if is_same else None
 
-    def cached_blocks(self, depths: Mapping[InstanceId, int]) -> Floats:
-        """``depths`` as a column of ``prompts``."""
+    def cached_blocks(self, holders: Holders) -> Floats:
+        """Leading blocks of a prompt, as a column of ``prompts``."""
         blocks = array("d", bytes(8 * len(self.row_of)))
-        row_of = self.row_of
-        for instance_id, depth in depths.items():
-            row = row_of.get(instance_id)
-            if row is not None:
+        rows_of = self._rows_of
+        for mask, depth in holders:
+            rows = rows_of.get(mask)
+            for row in self._find_rows(mask) if rows is None else rows:
                 blocks[row] = depth
         return np.frombuffer(blocks)
+
+    def _find_rows(self, mask: int) -> list[int]:
+        """Of those in ``mask``."""
+        rows = [self._row_of_bit[bit] for bit in bits_of(mask) if bit in self._row_of_bit]
+        if len(self._rows_of) >= MAX_MASKS:
+            self._rows_of.clear()
+        self._rows_of[mask] = rows
+        return rows
 
 
 class ClusterTable:
     """Owns the tables. ``refresh`` before reading."""
 
-    def __init__(self, links: Links) -> None:
+    def __init__(self, links: Links, index: KvIndex) -> None:
         self._links = links
+        self._index = index
         self._tables: dict[CompatKey, PairTable] = {}
         # A prefill instance may feed decode instances of several keys.
         self._tables_of: dict[InstanceId, list[PairTable]] = {}
@@ -342,7 +357,7 @@ class ClusterTable:
                     by_key[key][0].append(view)
         self._tables, self._tables_of = {}, {}
         for key, (prefills, decodes) in by_key.items():
-            table = self._tables[key] = PairTable(key, prefills, decodes)
+            table = self._tables[key] = PairTable(key, prefills, decodes, self._index)
             for instance_id in table.row_of:
                 self._tables_of.setdefault(instance_id, []).append(table)
         self.is_outdated, self._links_seen = False, -1

@@ -143,7 +143,7 @@ class Scene:
         )
 
     def table(self) -> ClusterTable:
-        made = ClusterTable(self.state.links)
+        made = ClusterTable(self.state.links, self.state.index)
         made.refresh(self.state.cluster.views, (), self.state.ledger.pending, self.now_ns)
         return made
 
@@ -159,10 +159,11 @@ def test_the_choice_is_that_of_looking_at_every_pair(seed: int) -> None:
     now_ms = scene.now_ns / NS_PER_MS
     for _ in range(4):
         query = scene.query()
-        ask, depths = scene.ask(query), scene.state.index.match(query.hash_chains[0])
+        ask, index, chain = scene.ask(query), scene.state.index, query.hash_chains[0]
+        holders, depths = index.holders(chain), index.match(chain)
         prices = Prices(rnd.choice([1.0, 2.5]), rnd.choice([1.0, 3.0]))
         for pairs in table.of_model("m"):
-            found = policy.weigh(pairs, query, depths, ask, prices, now_ms)
+            found = policy.weigh(pairs, query, holders, ask, prices, now_ms)
             wanted = weigh_slowly(pairs, query, depths, ask, prices, now_ms, min_remote, STALE_MS)
             assert found.work_ms == wanted.work_ms
             assert found.floor_quantile_ms == wanted.floor_quantile_ms
