@@ -78,12 +78,6 @@ class Reservation:
     def is_local(self) -> bool:
         return self.prefill_at == self.decode_at
 
-    def visible_ns(self, instance_id: InstanceId) -> int | None:
-        """Since when ``instance_id``'s reports can contain the leg that it has; None = not yet."""
-        if self.state is _PREFILLING:
-            return self.made_ns if instance_id == self.prefill_at else None
-        return self.made_ns if self.prefill_at == self.decode_at else self.first_token_ns
-
 
 @dataclass(slots=True)
 class PendingLoad:
@@ -404,7 +398,7 @@ class Ledger:
             if leg.made_ns > seen_ns and leg.decode_at == instance_id:
                 num_blocks += leg.burden.blocks
             since_ns = leg.made_ns
-            if leg.prefill_at != instance_id:  # as ``visible_ns``, without a call for each
+            if leg.prefill_at != instance_id:
                 if leg.state is _PREFILLING:
                     incoming.append(leg)
                     continue

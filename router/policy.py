@@ -88,16 +88,16 @@ class LeastPredictedLoad:
     def rank(self, query: RouteQuery, pool: Pool) -> list[Candidate]:
         output_tokens = expected_output(query)
         prefills = {
-            key: _cheapest(options, [_prefill_cost(option, pool) for option in options])
+            key: _cheapest(
+                options, _less_worth([option.ttft_ms for option in options], options, pool)
+            )
             for key, options in pool.prefills.items()
         }
         costs = [
-            option.wait_ms
-            + output_tokens * option.tpot_ms
-            + transfer_ms(option)
-            - pool.worth_ms(option)
+            option.wait_ms + output_tokens * option.tpot_ms + transfer_ms(option)
             for option in pool.decodes
         ]
+        costs = _less_worth(costs, pool.decodes, pool)
         cheapest = _cheapest(pool.decodes, costs)
         # Not cheap as one of a pair, but maybe the best alone: who holds most of the prompt.
         holders = [option for option in pool.decodes if option.cached_tokens]
@@ -152,6 +152,14 @@ def settle_near_ties(candidates: list[Candidate]) -> list[Candidate]:
     num_tied = sum(candidate.score <= limit for candidate in ranked)
     tied = sorted(ranked[:num_tied], key=lambda candidate: candidate.last_chosen)
     return tied + ranked[num_tied:]
+
+
+def _less_worth(
+    costs: list[float], options: Sequence[PrefillOption | DecodeOption], pool: Pool
+) -> list[float]:
+    if pool.last is None:
+        return costs
+    return [cost - pool.worth_ms(option) for cost, option in zip(costs, options, strict=True)]
 
 
 def _prefill_cost(prefill: PrefillOption, pool: Pool) -> float:

@@ -159,7 +159,6 @@ class ResidualTable:
 
     def __init__(self) -> None:
         self._table: dict[tuple[Kind, int], Residuals] = {}
-        self._nothing = Residuals()
 
     def __len__(self) -> int:
         return len(self._table)
@@ -169,7 +168,7 @@ class ResidualTable:
 
     def of(self, kind: Kind, bucket: int) -> Residuals:
         """For reading; nothing measured yet is a guess."""
-        return self._table.get((kind, bucket), self._nothing)
+        return self._table.get((kind, bucket)) or Residuals()
 
     def observe(
         self,

@@ -70,7 +70,7 @@ class LedgerMachine(RuleBasedStateMachine):
         visible = [
             leg
             for leg in self._legs(instance)
-            if leg.visible_ns(instance) is not None and leg.visible_ns(instance) <= self.now_ns
+            if leg.prefill_at == instance or leg.state is ReservationState.DECODING
         ]
         incoming = sum(
             decode == instance and prefill != instance and not is_decoding
