@@ -102,6 +102,8 @@ class ClusterView:
     is_registry_connected: bool = False
     views: dict[InstanceId, InstanceView] = field(default_factory=dict)
     lost: dict[InstanceId, LostInstance] = field(default_factory=dict)
+    _alike: dict[tuple[Role, CompatKey], dict[InstanceId, None]] = field(default_factory=dict)
+    _has_problems: bool = False
 
     def __iter__(self) -> Iterator[InstanceView]:
         return iter(self.views.values())
@@ -122,10 +124,8 @@ class ClusterView:
         if view is not None and info.epoch < view.info.epoch:
             return False
         if view is not None and info.epoch == view.info.epoch:
-            view.info, view.ref = (
-                info,
-                info.ref,
-            )  # its state, and what was measured; all else is fixed for an epoch
+            # Its state, and what was measured; all else is fixed for an epoch.
+            view.info, view.ref = info, info.ref
             view.is_registered = True
             if info.latency != view.learned.boot:
                 view.learned = LearnedLatency(info.latency)
@@ -134,8 +134,10 @@ class ClusterView:
             breaker = Breaker(self.max_failures, self.open_ms)
             self.views[info.instance_id] = InstanceView.of(info, breaker)
             self.lost.pop(info.instance_id, None)
+            if view is not None:
+                self._leave(view)
+            self._join(self.views[info.instance_id])
             is_new = True
-        self._find_partners()
         return is_new
 
     def remove(self, instance_id: InstanceId, reason: str, now_ns: int) -> None:
@@ -146,7 +148,7 @@ class ClusterView:
         self.lost[instance_id] = LostInstance(view.info, reason, now_ns)
         while len(self.lost) > MAX_LOST:
             del self.lost[next(iter(self.lost))]
-        self._find_partners()
+        self._leave(view)
 
     def take_report(self, report: LoadReport, now_ns: int) -> InstanceView | None:
         """None when the report is of another epoch or older than the last one."""
@@ -161,9 +163,28 @@ class ClusterView:
         view.is_suspect = False
         return view
 
+    def _join(self, view: InstanceView) -> None:
+        """One more of a kind that has its partners finds the same ones, and is nobody's news."""
+        alike = self._alike.setdefault((view.info.role, view.key), {})
+        twin = next(iter(alike), None)
+        alike[view.instance_id] = None
+        if twin is None or self._has_problems:
+            self._find_partners()
+        else:
+            view.fed_keys = self.views[twin].fed_keys
+
+    def _leave(self, view: InstanceView) -> None:
+        kind = view.info.role, view.key
+        del self._alike[kind][view.instance_id]
+        if not self._alike[kind]:
+            del self._alike[kind]
+        if self._has_problems or kind not in self._alike:
+            self._find_partners()
+
     def _find_partners(self) -> None:
         kept = {view.key for view in self.views.values() if view.info.role is not Role.PREFILL}
         problems = pairing_problems(view.info for view in self.views.values())
+        self._has_problems = bool(problems)
         for view in self.views.values():
             view.problem = problems.get(view.instance_id, "")
             if view.info.role is Role.PREFILL:

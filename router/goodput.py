@@ -86,11 +86,15 @@ class GoodputPolicy:
     ) -> Weighed:
         found = forecast(table, query, holders, ask, self._min_remote, self._stale_ms, now_ms)
         weighed, ratios = _outlook(found)
-        own, rest = prefill_costs(found, prices), decode_costs(found, prices)
+        starts = found.remote.wait <= table.prefills.ahead
         may_decode = found.decode.is_kept > found.decode.is_full  # kept, and not full
+        may_decode &= found.local.barred == 0.0
+        if not np.count_nonzero(may_decode):
+            weighed.obstacle = _obstacle(found, starts, may_decode)
+            return weighed
+        own, rest = prefill_costs(found, prices), decode_costs(found, prices)
         pairs = self._pairs(found, prices, own, rest, may_decode, ratios[0])
         least_pair = least(pairs)
-        starts = found.remote.wait <= table.prefills.ahead
         pairs[~starts] = NEVER
         alone = self._alone(found, prices, rest, may_decode, ratios[1], least_pair)
         chosen = self._choose(table, pairs, alone)
@@ -129,7 +133,7 @@ class GoodputPolicy:
         if ask.ttft_ms is not None:
             own[quantile_of(remote.ttft, ratio) > ask.left_ms] = NEVER
         own += remote.barred
-        rest = np.where(may_decode, rest + found.local.barred, NEVER)
+        rest = np.where(may_decode, rest, NEVER)
         if found.forced_local is not None:
             rest[found.forced_local] = NEVER
         return pair_costs(found, prices, own, rest)
@@ -153,7 +157,7 @@ class GoodputPolicy:
         may_local &= local.wait <= found.table.local.ahead
         if is_urgent:
             may_local &= quantile_of(local.ttft, ratio) <= ask.left_ms
-        alone = np.where(may_local, local_costs(found, prices, rest) + local.barred, NEVER)
+        alone = np.where(may_local, local_costs(found, prices, rest), NEVER)
         if is_urgent and found.table.num_prefills:
             alone[alone > least_pair] = NEVER
         return alone
@@ -202,7 +206,7 @@ def _obstacle(found: Forecast, starts: Bools, may_decode: Bools) -> str:
         return "no_decode_instance"
     if not (usable & ~found.decode.is_full).any():
         return DECODE_FULL
-    if not (may_decode & usable).any():
+    if not may_decode.any():
         return "tpot"
     if prefills.any() and not (starts & prefills).any():
         return "prefill_busy"

@@ -7,6 +7,7 @@ instance epoch ends what the other two hold of it. One thread (the event loop).
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 
 from isthmus.common import metrics
 from isthmus.common.clock import Clock
@@ -21,6 +22,7 @@ from isthmus.router.ledger import Ledger
 from isthmus.router.links import Links
 
 log = get_logger("router")
+Kind = tuple[Role, InstanceState]
 
 
 class RouterState:
@@ -32,6 +34,12 @@ class RouterState:
         self.membership_changed = True  # somebody came or went; whoever reads it clears it
         self.ledger = Ledger(config.reservation_ttl_ms, self.dirty)
         self.links = Links()
+        self._counted: dict[InstanceId, Kind] = {}
+        self._counts = dict.fromkeys(product(Role, InstanceState), 0)
+        self._gauges = {
+            (role, state): metrics.INSTANCES.labels(role=role.value, state=state.value)
+            for role, state in self._counts
+        }
         self.on_change: Callable[[], None] | None = None
         """Called whenever an instance came, changed, was doubted or went."""
         self.on_news: Callable[[], None] | None = None
@@ -59,7 +67,7 @@ class RouterState:
         view = self.cluster.views[info.instance_id]
         if view.problem:
             log.warning("instance has no partner", instance=info.instance_id, why=view.problem)
-        self.publish()
+        self._changed(info.instance_id)
         return is_new
 
     def deregistered(self, instance_id: InstanceId) -> None:
@@ -94,7 +102,7 @@ class RouterState:
         if was_suspect:
             if was_heard:
                 log.info("instance answers again", instance=report.instance_id, epoch=report.epoch)
-            self.publish()
+            self._changed(report.instance_id)
         elif self.on_news is not None:
             self.on_news()
 
@@ -113,16 +121,19 @@ class RouterState:
         metrics.INDEX_BLOCKS.set(len(self.index))
         return result
 
-    def publish(self) -> None:
-        """Sets the gauges of instances by role and state."""
-        counts = {(role, state): 0 for role in Role for state in InstanceState}
-        for view in self.cluster:
-            is_starting = view.info.state is InstanceState.STARTING
-            is_lost = view.is_suspect and not is_starting
-            state = InstanceState.LOST if is_lost else view.info.state
-            counts[view.info.role, state] += 1
-        for (role, state), count in counts.items():
-            metrics.INSTANCES.labels(role=role.value, state=state.value).set(count)
+    def _changed(self, instance_id: InstanceId) -> None:
+        """An instance came, changed, was doubted or went: sets the gauges of instances by role and
+        state, and passes it on."""
+        view = self.cluster.get(instance_id)
+        now = _kind(view) if view is not None else None
+        before = self._counted.pop(instance_id, None)
+        if now is not None:
+            self._counted[instance_id] = now
+        for kind, change in ((before, -1), (now, 1)):
+            if kind is not None:
+                self._counts[kind] += change
+        for kind, gauge in self._gauges.items():
+            gauge.set(self._counts[kind])
         if self.on_change is not None:
             self.on_change()
         if self.on_news is not None:
@@ -130,7 +141,7 @@ class RouterState:
 
     def _remove_if_lost(self, view: InstanceView, why: str) -> bool:
         if view.is_registered or not view.is_suspect:
-            self.publish()
+            self._changed(view.instance_id)
             return False
         log.warning("instance lost", instance=view.instance_id, epoch=view.info.epoch, why=why)
         self.cluster.remove(view.instance_id, why, self._clock.monotonic_ns())
@@ -138,5 +149,11 @@ class RouterState:
         self.index.forget(view.instance_id)
         self.ledger.forget(view.instance_id)
         self.links.forget(view.instance_id)
-        self.publish()
+        self._changed(view.instance_id)
         return True
+
+
+def _kind(view: InstanceView) -> Kind:
+    is_starting = view.info.state is InstanceState.STARTING
+    is_lost = view.is_suspect and not is_starting
+    return view.info.role, InstanceState.LOST if is_lost else view.info.state
