@@ -111,7 +111,9 @@ def _exposed_ms(found: Forecast, scratch: list[Floats]) -> Floats:
         exposed = budget / np.maximum(local.uncached, 1.0)
         np.minimum(exposed, 1.0, out=exposed)
         exposed *= travel
-        if np.count_nonzero(travel - least(hidden) > exposed):
+        least_hidden = least(hidden)
+        longest = travel.item(travel.argmax())
+        if longest > least_hidden and np.count_nonzero(travel - least_hidden > exposed):
             # Of some prefill at least, less is hidden than all but the last chunk's.
             rest = np.subtract(travel, hidden[:, None], out=scratch[0])
             exposed = np.maximum(rest, exposed, out=rest)

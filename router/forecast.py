@@ -63,6 +63,20 @@ class PromptForecast:
     barred: Floats  # infinite where it may not be computed, else 0
     num_usable: int
 
+    def usable(self, column: Floats) -> Floats:
+        """``column``, but infinite where the prompt may not be computed."""
+        if self.num_usable == len(column):
+            return column
+        barred: Floats = column + self.barred
+        return barred
+
+    def is_surely_within(self, limit_ms: float, ratio: float) -> bool:
+        """Every TTFT, times ``ratio``; False when one at least might be longer."""
+        if not self.ttft.size:
+            return True
+        longest = self.ttft.item(self.ttft.argmax())
+        return (longest + FLOOR_MS) * ratio - FLOOR_MS <= limit_ms
+
 
 @dataclass(slots=True)
 class DecodeForecast:
@@ -141,7 +155,7 @@ def forecast(
     handoff_ms = 0.0
     if remote.num_usable:
         _humble(table, remote, local, pairs[count:], is_special=is_special)
-        handoff_ms = least(remote.ttft + remote.barred)
+        handoff_ms = least(remote.usable(remote.ttft))
     needed = num_tokens // table.decodes.block_size + 1 - blocks[count:]
     decode = _decodes(table, query, local, ask, chunks[count:], needed, handoff_ms, now_ms)
     forced: Bools | None = None

@@ -88,14 +88,16 @@ class GoodputPolicy:
         weighed, ratios = _outlook(found)
         starts = found.remote.wait <= table.prefills.ahead
         may_decode = found.decode.is_kept > found.decode.is_full  # kept, and not full
-        may_decode &= found.local.barred == 0.0
+        if found.local.num_usable < len(may_decode):
+            may_decode &= found.local.barred == 0.0
         if not np.count_nonzero(may_decode):
             weighed.obstacle = _obstacle(found, starts, may_decode)
             return weighed
         own, rest = prefill_costs(found, prices), decode_costs(found, prices)
         pairs = self._pairs(found, prices, own, rest, may_decode, ratios[0])
         least_pair = least(pairs)
-        pairs[~starts] = NEVER
+        if np.count_nonzero(starts) < len(starts):
+            pairs[~starts] = NEVER
         alone = self._alone(found, prices, rest, may_decode, ratios[1], least_pair)
         chosen = self._choose(table, pairs, alone)
         if chosen is None:
@@ -130,13 +132,13 @@ class GoodputPolicy:
     ) -> Floats:
         """Costs of pairs, infinite where a promise would be broken. ``ratio``: of the quantile."""
         ask, remote = found.ask, found.remote
-        if ask.ttft_ms is not None:
+        if ask.ttft_ms is not None and not remote.is_surely_within(ask.left_ms, ratio):
             own[quantile_of(remote.ttft, ratio) > ask.left_ms] = NEVER
-        own += remote.barred
-        rest = np.where(may_decode, rest, NEVER)
         if found.forced_local is not None:
-            rest[found.forced_local] = NEVER
-        return pair_costs(found, prices, own, rest)
+            may_decode = may_decode & ~found.forced_local
+        if np.count_nonzero(may_decode) < len(may_decode):
+            rest = np.where(may_decode, rest, NEVER)
+        return pair_costs(found, prices, remote.usable(own), rest)
 
     def _alone(
         self,
@@ -152,10 +154,10 @@ class GoodputPolicy:
         best of the pairs (``least_pair``), whether that can begin or not."""
         ask, local, is_urgent = found.ask, found.local, found.ask.ttft_ms is not None
         if is_urgent and least_local_cost(found, prices, rest) > least_pair:
-            return np.full(len(rest), NEVER)
+            return found.table.nowhere
         may_local = may_decode & keeps_local(found)
         may_local &= local.wait <= found.table.local.ahead
-        if is_urgent:
+        if is_urgent and not local.is_surely_within(ask.left_ms, ratio):
             may_local &= quantile_of(local.ttft, ratio) <= ask.left_ms
         alone = np.where(may_local, local_costs(found, prices, rest), NEVER)
         if is_urgent and found.table.num_prefills:
@@ -176,8 +178,8 @@ def _outlook(found: Forecast) -> tuple[Weighed, tuple[float, float]]:
     can_pair = remote.num_usable and local.num_usable
     if can_pair and found.forced_local is not None:
         can_pair = bool(((local.barred == 0.0) & ~found.forced_local).any())
-    best_remote = least(remote.prefill + remote.barred) if can_pair else NEVER
-    best_local = least(local.prefill + local.barred)
+    best_remote = least(remote.usable(remote.prefill)) if can_pair else NEVER
+    best_local = least(local.usable(local.prefill))
     work = min(best_remote, best_local)
     most = most_ratio(ask.ttft_ms, work)
     ratios = (
@@ -193,7 +195,7 @@ def _outlook(found: Forecast) -> tuple[Weighed, tuple[float, float]]:
         floor_quantile_ms=(work + FLOOR_MS) * ratio - FLOOR_MS,
         least_ttft_ms=found.least_ttft_ms,
         least_tpot_ms=found.decode.least_ms,
-        ready_ms=max(0.0, least(excess + side.barred)),
+        ready_ms=max(0.0, least(side.usable(excess))),
         num_workers=max(1, side.num_usable),
     )
     return weighed, ratios

@@ -251,6 +251,8 @@ class PairTable:
         self.quickest = 0  # of the usable prefill instances, with no prompt too long for it
         self.rates: Floats = np.zeros((count, len(decodes)))
         self.rate: float | None = None
+        self.nowhere: Floats = np.full(len(decodes), np.inf)  # costs of what is impossible
+        self.nowhere.flags.writeable = False
         self._usable: set[int] = set()
         self._strange: set[int] = set()
         self.scratch = [np.empty_like(self.rates) for _ in range(3)]  # for costs of pairs
