@@ -15,7 +15,7 @@ from isthmus.common.kv_events import (
     KvEvent,
     KvEventBatch,
 )
-from isthmus.router.kv_index import ApplyResult, KvIndex
+from isthmus.router.kv_index import EVICTED_SHARE, TOUCH_EVERY, ApplyResult, KvIndex
 
 HASHES = [BlockHash(bytes([index]) * 16) for index in range(12)]
 hash_lists = st.lists(st.sampled_from(HASHES), max_size=6).map(tuple)
@@ -144,3 +144,22 @@ def test_index_never_exceeds_its_bound_nor_claims_what_was_not_stored(
     for block_hash in HASHES:
         for name in index.match([block_hash]):
             assert block_hash in workers[name].cached(len(workers[name].log))
+
+
+def test_what_was_used_least_recently_is_dropped_first_and_parents_last() -> None:
+    first, second = (
+        tuple(BlockHash(bytes([prefix, place]) * 8) for place in range(200)) for prefix in (1, 2)
+    )
+    index = KvIndex(max_blocks=400)
+    a, b = InstanceId("a"), InstanceId("b")
+    index.apply(KvEventBatch(a, 1, 0, (BlocksStored(first),)))
+    index.apply(KvEventBatch(a, 1, 1, (BlocksStored(second),)))
+    for _ in range(TOUCH_EVERY):
+        assert index.match(first) == {a: 200}
+    more = tuple(BlockHash(bytes([3, place]) * 8) for place in range(100))
+    index.apply(KvEventBatch(b, 1, 0, (BlocksStored(more),)))
+    index.check_integrity()
+    assert index.num_evicted == 100 + 400 // EVICTED_SHARE
+    assert index.match(first) == {a: 200}
+    assert index.match(more) == {b: 100}
+    assert index.match(second) == {a: 200 - index.num_evicted}
