@@ -12,11 +12,12 @@ import random
 import numpy as np
 
 from isthmus.common.types import LocalPrefillReason
+from isthmus.router.columns import Floats, PromptColumns
 from isthmus.router.decider import local_prefill_reason
 from isthmus.router.forecast import NEVER, Forecast, PromptForecast, least
 from isthmus.router.policy import Candidate
 from isthmus.router.predictor import DecodeOption, PrefillOption
-from isthmus.router.table import Floats, PairTable, PromptColumns
+from isthmus.router.table import PairTable
 
 NEAR_TIE_MS = 1.0
 Place = tuple[int, int]

@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from isthmus.router.columns import Floats
 from isthmus.router.forecast import Forecast, least
 from isthmus.router.links import SETUP_MS
 from isthmus.router.prices import Prices
-from isthmus.router.table import Floats
 
 GAP_FACTOR = 3.0  # second-token gap, in TPOT targets …
 GAP_PENALTY = 2.0  # … and what each millisecond beyond counts: how fast a link is may be a guess

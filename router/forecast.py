@@ -20,9 +20,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from isthmus.router.columns import Bools, Floats, PromptColumns
 from isthmus.router.quantiles import FLOOR_MS, Residuals
 from isthmus.router.sessions import LastServed
-from isthmus.router.table import Bools, Floats, Holders, PairTable, PromptColumns
+from isthmus.router.table import Holders, PairTable
 from isthmus.router.types import RouteQuery
 
 MAX_SHARE = 0.9

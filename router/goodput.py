@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from isthmus.router.choice import Place, anyone, cheapest, listed
+from isthmus.router.columns import Bools, Floats, PromptColumns
 from isthmus.router.costs import (
     decode_costs,
     least_local_cost,
@@ -36,7 +37,7 @@ from isthmus.router.forecast import (
 from isthmus.router.policy import Candidate
 from isthmus.router.prices import Prices
 from isthmus.router.quantiles import FLOOR_MS
-from isthmus.router.table import Bools, Floats, Holders, PairTable, PromptColumns
+from isthmus.router.table import Holders, PairTable
 from isthmus.router.types import RouteQuery
 
 DECODE_FULL = "decode_full"  # an obstacle: no KV blocks or no place in the batch

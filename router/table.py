@@ -1,7 +1,8 @@
 """The cluster as columns: one row an instance, so that a decision is arithmetic over whole pools.
 
-A copy of what views and ledger say, refreshed row by row when they change (``RouterState.dirty``)
-and rebuilt when somebody comes or goes. Nothing else writes here and nothing here is the truth.
+A copy of what views and ledger say (``columns``), refreshed row by row when they change
+(``RouterState.dirty``) and rebuilt when somebody comes or goes. Nothing else writes here, and
+nothing here is the truth.
 Instances that may hand KV to each other share one ``PairTable``: its prefill instances are the
 rows of the matrices that the policy makes, its decode and mixed instances the columns. Times are
 milliseconds; instants are the router's monotonic clock in milliseconds.
@@ -13,204 +14,19 @@ from array import array
 from collections.abc import Callable, Iterable
 
 import numpy as np
-from numpy.typing import NDArray
 
-from isthmus.common.clock import NS_PER_MS
-from isthmus.common.cluster import InstanceState, Role
+from isthmus.common.cluster import Role
 from isthmus.common.ids import InstanceId
-from isthmus.router.cluster_view import PROMPT_MEMORY_MS, InstanceView
+from isthmus.router.cluster_view import InstanceView
+from isthmus.router.columns import DecodeColumns, Floats, PromptColumns
 from isthmus.router.kv_index import KvIndex, bits_of
-from isthmus.router.ledger import NO_LIMIT, PendingLoad
+from isthmus.router.ledger import PendingLoad
 from isthmus.router.links import Links
 from isthmus.router.pairing import CompatKey
 
-Floats = NDArray[np.float64]
-Bools = NDArray[np.bool_]
 PendingOf = Callable[[InstanceId], PendingLoad]
 Holders = list[tuple[int, int]]  # masks of the index, and leading blocks that those have
-NEVER_HEARD = float("inf")
 MAX_MASKS = 4_096
-AHEAD_MS = 25.0
-"""Work that waits at an instance, so that it need not wait for the next prompt …"""
-AHEAD_BASES = 4.0
-"""… and can compute short ones together, where a step costs much whatever is in it."""
-OVERDUE = 2.0  # of its prediction, from which on a prompt's delay counts as waiting work
-
-
-class PromptColumns:
-    """How prompts fare on some instances, one entry each: prefill, decode or mixed ones.
-
-    A window of a block [columns, entries] that a table's two kinds of instances share, so that one
-    operation serves both; each column is contiguous.
-    """
-
-    NUM_COLUMNS = 14
-
-    def __init__(self, views: list[InstanceView], block: Floats) -> None:
-        self.views = views
-        self.longest: Floats = np.array([view.longest_prompt for view in views], np.float64)
-        self.shortest = float(self.longest.min()) if views else 0.0  # that all of them can take
-        self.num_usable = 0  # of a table's two kinds
-        self.has_strange = False  # some of the table
-        self._rows = block
-        (
-            self.base,  # prefill coefficients, with the instance's factor
-            self.token,
-            self.pair,
-            self.factor,
-            self.budget,  # tokens of a step
-            self.strange,  # work of others' prompts in the last report
-            self.heard_at,
-            self.prompts,  # work of prompts without a first token
-            self.head,  # of the oldest of them, which is computed …
-            self.head_since,  # … since then …
-            self.head_late,  # … and is late when it has been for longer than this
-            self.ahead,  # how much may wait there when more is sent
-            self.turn,  # when it was last chosen
-            self.barred,  # infinite while it may not be chosen, else 0
-        ) = block
-
-    @property
-    def is_usable(self) -> Bools:
-        usable: Bools = self.barred == 0.0
-        return usable
-
-    def refresh(self, row: int, load: PendingLoad, now_ns: int) -> tuple[bool, bool]:
-        """Whether it may be chosen, and whether others have prompts there."""
-        view = self.views[row]
-        model, report = view.latency, view.load
-        factor = view.faded(view.prefill_factor, now_ns)
-        budget = view.info.max_num_batched_tokens
-        strange = 0.0
-        if load.num_strange and report is not None:
-            num_seqs = report.waiting_seqs + report.running_seqs
-            strange = view.reported_work_ms * load.num_strange / num_seqs
-        ahead = max(AHEAD_MS, AHEAD_BASES * model.prefill_base)
-        may_be_chosen = is_usable(view, now_ns)
-        self._rows[:, row] = (
-            model.prefill_base * factor,
-            model.prefill_token * factor,
-            model.prefill_pair * factor,
-            factor,
-            budget,
-            strange,
-            view.load_at_ns / NS_PER_MS if report is not None else NEVER_HEARD,
-            load.prompts_ms,
-            load.head_ms,
-            load.head_since_ns / NS_PER_MS,
-            OVERDUE * load.head_ms if load.head_ms > 0.0 else NO_LIMIT,
-            min(model.prefill_ms(budget), ahead) * factor,
-            view.last_chosen,
-            0.0 if may_be_chosen else NO_LIMIT,
-        )
-        return may_be_chosen, strange > 0.0
-
-
-class DecodeColumns:
-    """What decode and mixed instances have, one entry each."""
-
-    NUM_COLUMNS = 20
-
-    def __init__(self, views: list[InstanceView]) -> None:
-        self.views = views
-        self.is_mixed: Bools = np.array([v.info.role is Role.MIXED for v in views], np.bool_)
-        self.has_mixed = bool(self.is_mixed.any())
-        self.has_large = False
-        self.prompted: set[int] = set()  # rows that have had prompts beside decodes
-        self._rows: Floats = np.zeros((self.NUM_COLUMNS, len(views)))
-        (
-            self.base,  # decode coefficients, with the instance's factor
-            self.seq,
-            self.ctx,
-            self.large_batch,
-            self.large_base,
-            self.large_seq,
-            self.large_ctx,
-            self.seqs,  # running, waiting and on their way
-            self.context,  # tokens that they attend to
-            self.step,  # of those
-            self.first,  # step of one sequence, without its context
-            self.room,  # free blocks; −1 where the batch has no place
-            self.capacity,  # tokens
-            self.token_bytes,
-            self.tightest,  # TPOT limit of a sequence there …
-            self.is_free,  # … 1 where none has any
-            self.prompt,  # work of prompts beside decodes, as it was …
-            self.prompt_at,  # … then
-            self.factor,
-            self.block_size,
-        ) = self._rows
-
-    def refresh(self, row: int, load: PendingLoad, now_ns: int) -> None:
-        view = self.views[row]
-        info, model, report = view.info, view.latency, view.load
-        factor = view.faded(view.decode_factor, now_ns)
-        seqs, context = load.decode_seqs, load.decode_context_tokens
-        free_blocks = info.num_blocks - load.decode_blocks
-        if report is not None:
-            seqs += report.running_seqs + report.waiting_seqs
-            context += report.running_context_tokens + report.waiting_tokens
-            free_blocks += report.free_blocks - report.num_blocks
-        base, seq = model.decode_base * factor, model.decode_seq * factor
-        ctx = model.decode_context * factor
-        large_batch: float = NO_LIMIT
-        step = base + seq * seqs + ctx * context
-        large_base = large_seq = large_ctx = 0.0
-        if model.large_batch > 0:
-            self.has_large = True
-            large_batch = model.large_batch
-            large_base, large_seq = model.large_base * factor, model.large_seq * factor
-            large_ctx = model.large_context * factor
-            if seqs >= large_batch:
-                step = large_base + large_seq * seqs + large_ctx * context
-        if view.prompt_ms:
-            self.prompted.add(row)
-        tightest = load.tightest_tpot_ms
-        self._rows[:, row] = (
-            base,
-            seq,
-            ctx,
-            large_batch,
-            large_base,
-            large_seq,
-            large_ctx,
-            seqs,
-            context,
-            step,
-            base + seq,
-            free_blocks if seqs < info.max_num_seqs else -1,
-            info.num_blocks * view.block_size,
-            view.token_bytes,
-            tightest,
-            1.0 if tightest == NO_LIMIT else 0.0,
-            view.prompt_ms,
-            view.prompt_at_ns / NS_PER_MS,
-            factor,
-            view.block_size,
-        )
-
-    def prompt_share(self, now_ms: float) -> Floats:
-        """Of an instance's time, that prompts have taken from its decodes lately."""
-        decayed = self.prompt * np.exp((self.prompt_at - now_ms) / PROMPT_MEMORY_MS)
-        share: Floats = decayed / PROMPT_MEMORY_MS
-        return share
-
-    def step_ms(self, seqs: Floats, context: Floats) -> Floats:
-        """Of so many sequences with so much context, per instance."""
-        step: Floats = self.base + self.seq * seqs
-        step += self.ctx * context
-        if self.has_large:
-            large = self.large_base + self.large_seq * seqs + self.large_ctx * context
-            step = np.where(seqs >= self.large_batch, large, step)
-        return step
-
-    def step_of_one_ms(self, num_tokens: int) -> Floats:
-        """Of one sequence with so much context, per instance."""
-        step: Floats = self.first + self.ctx * num_tokens
-        if self.has_large:
-            large = self.large_base + self.large_seq + self.large_ctx * num_tokens
-            step = np.where(self.large_batch <= 1.0, large, step)
-        return step
 
 
 class PairTable:
@@ -363,12 +179,3 @@ class ClusterTable:
             for instance_id in table.row_of:
                 self._tables_of.setdefault(instance_id, []).append(table)
         self.is_outdated, self._links_seen = False, -1
-
-
-def is_usable(view: InstanceView, now_ns: int) -> bool:
-    """May be chosen, whatever is asked. The rules of ``admission.filter_reason``."""
-    return (
-        view.info.state is InstanceState.READY
-        and not view.is_suspect
-        and (view.breaker.is_closed or view.breaker.allows(now_ns))
-    )

@@ -203,7 +203,7 @@ def assert_alike(mine: PairTable, anew: PairTable) -> None:
         assert one.views == other.views
         np.testing.assert_array_equal(one._rows, other._rows)
     for one, other in ((mine.prefills, anew.prefills), (mine.local, anew.local)):
-        assert one.num_usable == other.num_usable == np.count_nonzero(one.is_usable)
+        assert one.num_usable == other.num_usable == np.count_nonzero(one.barred == 0.0)
         assert one.has_strange == other.has_strange
     assert mine.decodes.prompted == anew.decodes.prompted
     assert (mine.rate, mine.quickest) == (anew.rate, anew.quickest)

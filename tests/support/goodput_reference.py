@@ -17,11 +17,12 @@ from isthmus.common.ids import InstanceId
 from isthmus.router import costs
 from isthmus.router.choice import NEAR_TIE_MS
 from isthmus.router.cluster_view import PROMPT_MEMORY_MS
+from isthmus.router.columns import OVERDUE, DecodeColumns, PromptColumns
 from isthmus.router.forecast import MAX_SHARE, NEVER, Ask, most_ratio
 from isthmus.router.links import SETUP_MS
 from isthmus.router.prices import Prices
 from isthmus.router.quantiles import FLOOR_MS
-from isthmus.router.table import OVERDUE, DecodeColumns, PairTable, PromptColumns
+from isthmus.router.table import PairTable
 from isthmus.router.types import RouteQuery
 
 
@@ -95,7 +96,7 @@ def prompt_on(
     strange = max(float(columns.strange[row]) - min(age, stale_ms), 0.0)
     wait = (own + strange + max(age - stale_ms, 0.0)) * factor
     is_fit = num_tokens <= view.longest_prompt
-    is_usable = bool(columns.is_usable[row]) and is_fit and view.instance_id not in query.exclude
+    is_usable = columns.barred[row] == 0.0 and is_fit and view.instance_id not in query.exclude
     least = prefill / factor if is_fit else NEVER
     return Prompt(
         cached, uncached, wait, prefill, is_usable, least, wait <= float(columns.ahead[row])
