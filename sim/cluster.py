@@ -19,24 +19,25 @@ from dataclasses import dataclass
 from isthmus.common.clock import NS_PER_MS, VirtualClock
 from isthmus.common.config import RouterConfig
 from isthmus.common.errors import IsthmusError, NoInstanceError
-from isthmus.common.ids import InstanceId, RequestId
+from isthmus.common.ids import InstanceId
 from isthmus.common.kv_events import KvEvent
 from isthmus.common.types import InstanceRef, RouteDecision
-from isthmus.router import Outcome, RouteQuery, Router
-from isthmus.router.verdict import Admitted, Held, Rejected
+from isthmus.router import Outcome, Router
+from isthmus.router.verdict import Admitted, Held, Rejected, Settled
 from isthmus.sim.distserve import PromptsFirstInstance
 from isthmus.sim.events import EventQueue
 from isthmus.sim.feed import SimFeed
-from isthmus.sim.instance import AnyInstance, Instance
-from isthmus.sim.links import Links, Transfer
+from isthmus.sim.flight import START_NS, Flight, flight_of
+from isthmus.sim.handover import Handovers, SimInstance
+from isthmus.sim.instance import Instance
+from isthmus.sim.listener import AnyInstance
 from isthmus.sim.records import Record, RequestEnd
 from isthmus.sim.requests import SimRequest
+from isthmus.sim.router_ticks import RouterTicks
 from isthmus.sim.sequence import SimSequence
-from isthmus.sim.spec import MODEL, Batching, InstanceSpec
+from isthmus.sim.spec import Batching, InstanceSpec
 
-SimInstance = Instance | PromptsFirstInstance
 TICK_SHARE = 0.02  # of the interval of reports, between two looks at who waits
-START_NS = 1_000_000_000  # not 0: some code takes 0 for "never"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,20 +57,6 @@ class ClusterSettings:
     seed: int = 0
 
 
-@dataclass(eq=False, slots=True)
-class _Flight:
-    """A request on its way. ``decode`` also computes a local prompt."""
-
-    request: SimRequest
-    record: Record
-    decision: RouteDecision | None = None
-    decode: SimSequence | None = None
-    prefill: SimSequence | None = None
-    transfer: Transfer | None = None
-    excluded: frozenset[InstanceId] = frozenset()
-    held_until_ns: int = 0
-
-
 class SimCluster:
     """Owns clock, router, instances and links of one run. ``Listener`` of its instances."""
 
@@ -79,24 +66,24 @@ class SimCluster:
         self.queue = EventQueue(self.clock)
         self.router = Router(settings.router, self.clock, tenant_weights=settings.tenant_weights)
         self.feed = SimFeed(self.queue, self.router.state, settings.report_interval_ms)
-        self.links = Links(self.queue)
+        self.handovers = Handovers(
+            self.queue, self.router, self._instance, settings.transfer_setup_ms
+        )
         self.records: list[Record] = []
         self.instances: dict[InstanceId, SimInstance] = {}
         self.retired: list[SimInstance] = []  # epochs that died
         self.num_open = 0
-        self.num_kv_bytes = 0.0  # sent from one instance to another
         self._num_to_come = 0
-        self._tick_ns: int | None = None  # when the router's next tick is planned
-        self._ticked_ns = 0
-        self._tick_gap_ns = round(settings.report_interval_ms * NS_PER_MS * TICK_SHARE)
+        tick_gap_ns = round(settings.report_interval_ms * NS_PER_MS * TICK_SHARE)
+        self._ticks = RouterTicks(self.router, self.queue, tick_gap_ns, self._settled)
         self._random = random.Random(settings.seed)
-        self._held: list[_Flight] = []
-        self._flights: dict[int, _Flight] = {}
+        self._held: dict[Flight, None] = {}  # nobody can serve them now
+        self._flights: dict[int, Flight] = {}
         self.router.state.registry_connected(True)
         for spec in specs:
             self._start(spec, 1)
         self.router.state.on_change = self._cluster_changed
-        self.router.on_progress = self._progress
+        self.router.on_progress = self._ticks.on_progress
 
     # --- the run -------------------------------------------------------------------------------
 
@@ -140,8 +127,7 @@ class SimCluster:
         lease_ns = round(self.settings.lease_ms * NS_PER_MS)
         self.queue.after(lease_ns, self._lease_over, (instance_id, instance.epoch))
         for sequence in lost:
-            flight = sequence.owner
-            assert isinstance(flight, _Flight)
+            flight = flight_of(sequence)
             if sequence is flight.decode or sequence is flight.prefill:
                 self._lost_leg(flight, sequence, instance_id)
 
@@ -162,7 +148,7 @@ class SimCluster:
         kind = Instance if is_chunked else PromptsFirstInstance
         instance: SimInstance = kind(spec, self.queue, self, noise)
         instance.epoch = epoch
-        self.links.add(spec.instance_id, spec.link_bytes_per_ms)
+        self.handovers.links.add(spec.instance_id, spec.link_bytes_per_ms)
         self.instances[spec.instance_id] = instance
         self.feed.follow(instance)
 
@@ -179,7 +165,7 @@ class SimCluster:
     def _arrive(self, request: SimRequest) -> None:
         self._num_to_come -= 1
         record = Record(request)
-        flight = _Flight(request, record)
+        flight = Flight(request, record)
         self.records.append(record)
         self._flights[request.index] = flight
         self.num_open += 1
@@ -193,9 +179,9 @@ class SimCluster:
         self.queue.at(deadline_ns, self._timed_out, flight)
         self._route(flight)
 
-    def _route(self, flight: _Flight) -> None:
+    def _route(self, flight: Flight) -> None:
         """The first time it may be held by the router; what is sent again may not."""
-        query = self._query(flight)
+        query = flight.query(self.settings.request_timeout_ms)
         if flight.record.num_attempts:
             try:
                 self._routed(flight, Admitted(self.router.route(query)))
@@ -204,27 +190,11 @@ class SimCluster:
             return
         verdict = self.router.submit(query)
         if isinstance(verdict, Held):
-            self._plan_tick()
+            self._ticks.on_held()
         else:
             self._routed(flight, verdict)
 
-    def _query(self, flight: _Flight) -> RouteQuery:
-        request, record = flight.request, flight.record
-        arrival_ns = START_NS + request.arrival_ns
-        return RouteQuery(
-            request_id=RequestId(str(request.index)),
-            model=MODEL,
-            num_prompt_tokens=request.num_prompt + record.num_tokens,
-            hash_chains=(request.hashes,) if request.hashes else (),
-            slo=request.slo,
-            tenant=request.tenant,
-            max_output_tokens=request.max_output,
-            arrival_ns=arrival_ns,
-            deadline_ns=arrival_ns + round(self.settings.request_timeout_ms * NS_PER_MS),
-            exclude=flight.excluded,
-        )
-
-    def _routed(self, flight: _Flight, verdict: Admitted | Rejected) -> None:
+    def _routed(self, flight: Flight, verdict: Admitted | Rejected) -> None:
         if isinstance(verdict, Rejected):
             if isinstance(verdict.error, NoInstanceError):
                 self._hold(flight, verdict.error)
@@ -243,91 +213,63 @@ class SimCluster:
 
     # --- the router's waiting line ---------------------------------------------------------------
 
-    def _progress(self) -> None:
-        """Once for all that happens until then, as one turn of the gateway's event loop does."""
-        self._tick_at(self._ticked_ns + self._tick_gap_ns)
+    def _settled(self, settled: Settled) -> None:
+        flight = self._flights.get(int(settled.request_id))
+        if flight is not None:
+            self._routed(flight, settled.verdict)
 
-    def _plan_tick(self) -> None:
-        next_ns = self.router.next_tick_ns()
-        if next_ns is not None:
-            self._tick_at(max(next_ns, self._ticked_ns + self._tick_gap_ns))
-
-    def _tick_at(self, when_ns: int) -> None:
-        """The earlier of two plans holds."""
-        when_ns = max(when_ns, self.queue.now_ns)
-        if self._tick_ns is None or when_ns < self._tick_ns:
-            self._tick_ns = when_ns
-            self.queue.at(when_ns, self._tick, when_ns)
-
-    def _tick(self, planned_ns: int) -> None:
-        if planned_ns != self._tick_ns:
-            return
-        self._tick_ns, self._ticked_ns = None, planned_ns
-        for settled in self.router.tick():
-            flight = self._flights.get(int(settled.request_id))
-            if flight is not None:
-                self._routed(flight, settled.verdict)
-        self._plan_tick()
-
-    def _hold(self, flight: _Flight, error: NoInstanceError) -> None:
+    def _hold(self, flight: Flight, error: NoInstanceError) -> None:
         """Nobody can serve now: until somebody can, or for as long as the gateway waits."""
         if self.queue.now_ns >= flight.held_until_ns:
             self._end(flight, RequestEnd.REJECTED, error.reason)
             return
-        self._held.append(flight)
+        self._held[flight] = None
         self.queue.at(flight.held_until_ns, self._held_long_enough, flight)
 
-    def _held_long_enough(self, flight: _Flight) -> None:
+    def _held_long_enough(self, flight: Flight) -> None:
         if flight in self._held:
-            self._held.remove(flight)
+            del self._held[flight]
             self._route(flight)
 
     def _cluster_changed(self) -> None:
-        held, self._held = self._held, []
+        held, self._held = self._held, {}
         for flight in held:
             self._route(flight)
 
-    def _dispatch(self, planned: tuple[_Flight, RouteDecision]) -> None:
+    def _dispatch(self, planned: tuple[Flight, RouteDecision]) -> None:
         flight, decision = planned
-        if flight.record.end is not None or flight.decision is not decision:
+        if flight.is_over or flight.decision is not decision:
             return
         assert decision.decode is not None
         decode = self._instance(decision.decode)
         if decode is None:
             self._failed(flight, decision.decode.instance_id)
             return
-        flight.decode = _sequence(flight, decode.spec.longest - flight.request.num_prompt)
+        flight.decode = flight.leg(decode.spec.longest - flight.request.num_prompt)
         if decision.prefill is None:
             decode.submit(flight.decode)
         else:
             decode.reserve(flight.decode)
 
-    def _instance(self, ref: InstanceRef) -> SimInstance | None:
-        instance = self.instances.get(ref.instance_id)
+    def _instance(self, ref: InstanceRef | None) -> SimInstance | None:
+        """Who is there; None for another epoch."""
+        instance = self.instances.get(ref.instance_id) if ref is not None else None
         return instance if instance is not None and instance.epoch == ref.epoch else None
-
-    def _decode_of(self, flight: _Flight) -> SimInstance | None:
-        decision = flight.decision
-        return self._instance(decision.decode) if decision and decision.decode else None
-
-    def _prefill_of(self, flight: _Flight) -> SimInstance | None:
-        decision = flight.decision
-        return self._instance(decision.prefill) if decision and decision.prefill else None
 
     # --- Listener: what instances tell ---------------------------------------------------------
 
     def reserved(self, sequence: SimSequence) -> None:
-        flight = _flight_of(sequence)
-        prefill = self._prefill_of(flight)
+        flight = flight_of(sequence)
+        assert flight.decision is not None
+        prefill = self._instance(flight.decision.prefill)
         if prefill is None:
-            assert flight.decision is not None
             self.queue.at(self.queue.now_ns, self._prefill_gone, (flight, flight.decision))
             return
-        flight.prefill = _sequence(flight, flight.record.num_tokens + 1, is_for_peer=True)
+        flight.prefill = flight.leg(flight.record.num_tokens + 1, is_for_peer=True)
         prefill.submit(flight.prefill)
 
     def sampled(self, sequence: SimSequence) -> None:
-        flight = _flight_of(sequence)
+        flight = flight_of(sequence)
         record, decision = flight.record, flight.decision
         assert decision is not None
         record.num_tokens = sequence.num_generated
@@ -341,14 +283,13 @@ class SimCluster:
             self._abort_legs(flight)
             self._finished(flight)
             return
-        setup_ns = round(self.settings.transfer_setup_ms * NS_PER_MS)
-        self.queue.after(setup_ns, self._send, (flight, decision))
+        self.handovers.begin(flight, decision)
 
     def second_token(self, sequence: SimSequence, at_ns: int) -> None:
-        _flight_of(sequence).record.second_ns = at_ns - START_NS
+        flight_of(sequence).record.second_ns = at_ns - START_NS
 
     def finished(self, sequence: SimSequence) -> None:
-        flight = _flight_of(sequence)
+        flight = flight_of(sequence)
         flight.record.num_tokens = sequence.num_output
         self._finished(flight)
 
@@ -358,59 +299,9 @@ class SimCluster:
     def load_changed(self, instance: AnyInstance) -> None:
         self.feed.changed(instance)
 
-    # --- handing over --------------------------------------------------------------------------
-
-    def _send(self, planned: tuple[_Flight, RouteDecision]) -> None:
-        """What could not travel while later chunks were computed."""
-        flight, decision = planned
-        if flight.decision is not decision or flight.prefill is None or flight.decode is None:
-            return
-        source, target = self._prefill_of(flight), self._decode_of(flight)
-        if source is None or target is None:
-            return
-        assert decision.prefill is not None
-        assert decision.decode is not None
-        spec = source.spec
-        token_bytes = max(spec.kv_token_bytes, target.spec.kv_token_bytes)
-        missing = flight.prefill.num_prompt - flight.decode.num_computed
-        computed = flight.prefill.num_prompt - flight.prefill.num_cached
-        last_chunk = min(missing, (computed - 1) % spec.max_num_batched_tokens + 1)
-        elapsed_ms = (self.queue.now_ns - flight.prefill.started_ns) / NS_PER_MS
-        sent = elapsed_ms * min(spec.link_bytes_per_ms, target.spec.link_bytes_per_ms)
-        began_ns = self.queue.now_ns
-        self.num_kv_bytes += missing * token_bytes
-        left = max(last_chunk * token_bytes, missing * token_bytes - sent)
-        flight.transfer = self.links.send(
-            decision.prefill.instance_id,
-            decision.decode.instance_id,
-            left,
-            lambda: self._arrived(flight, left, began_ns),
-        )
-
-    def _measured_link(self, flight: _Flight, num_bytes: float, began_ns: int) -> None:
-        decision = flight.decision
-        if decision is None or decision.prefill is None or decision.decode is None:
-            return
-        source = self.router.cluster.get(decision.prefill.instance_id)
-        target = self.router.cluster.get(decision.decode.instance_id)
-        if source is not None and target is not None:
-            elapsed_ms = (self.queue.now_ns - began_ns) / NS_PER_MS
-            links = self.router.knowledge.links
-            links.observe(source.info, target.info, int(num_bytes), elapsed_ms)
-
-    def _arrived(self, flight: _Flight, num_bytes: float, began_ns: int) -> None:
-        flight.transfer = None
-        self._measured_link(flight, num_bytes, began_ns)
-        source, target = self._prefill_of(flight), self._decode_of(flight)
-        if source is not None and flight.prefill is not None:
-            source.let_go(flight.prefill)
-            flight.prefill = None
-        if target is not None and flight.decode is not None:
-            target.arrived(flight.decode)
-
     # --- ends ----------------------------------------------------------------------------------
 
-    def _finished(self, flight: _Flight) -> None:
+    def _finished(self, flight: Flight) -> None:
         decision = flight.decision
         assert decision is not None
         self._end(flight, RequestEnd.FINISHED)
@@ -418,38 +309,37 @@ class SimCluster:
         outcome = Outcome.finished(record.tpot_ms, num_output_tokens=record.num_tokens)
         self.router.report(decision.decision_id, outcome)
 
-    def _cancel(self, flight: _Flight) -> None:
+    def _cancel(self, flight: Flight) -> None:
         self._given_up(flight, RequestEnd.CANCELLED)
 
-    def _timed_out(self, flight: _Flight) -> None:
+    def _timed_out(self, flight: Flight) -> None:
         self._given_up(flight, RequestEnd.FAILED, "deadline_exceeded")
 
-    def _given_up(self, flight: _Flight, end: RequestEnd, reason: str = "") -> None:
-        if flight.record.end is not None:
+    def _given_up(self, flight: Flight, end: RequestEnd, reason: str = "") -> None:
+        if flight.is_over:
             return
         self._abort_legs(flight)
-        if flight in self._held:
-            self._held.remove(flight)
+        self._held.pop(flight, None)
         if flight.decision is not None:
             self.router.report(flight.decision.decision_id, Outcome.cancelled())
         else:
-            self.router.cancel(RequestId(str(flight.request.index)))
+            self.router.cancel(flight.request_id)
         self._end(flight, end, reason)
 
-    def _prefill_gone(self, planned: tuple[_Flight, RouteDecision]) -> None:
+    def _prefill_gone(self, planned: tuple[Flight, RouteDecision]) -> None:
         flight, decision = planned
         if flight.decision is decision and flight.record.end is None:
             assert decision.prefill is not None
             self._failed(flight, decision.prefill.instance_id)
 
-    def _lost_leg(self, flight: _Flight, sequence: SimSequence, instance_id: InstanceId) -> None:
+    def _lost_leg(self, flight: Flight, sequence: SimSequence, instance_id: InstanceId) -> None:
         if sequence is flight.decode:
             flight.record.num_tokens = max(flight.record.num_tokens, sequence.num_generated)
         self._failed(flight, instance_id)
 
-    def _failed(self, flight: _Flight, instance_id: InstanceId) -> None:
+    def _failed(self, flight: Flight, instance_id: InstanceId) -> None:
         """An instance died under it: again elsewhere, with the tokens that are out already."""
-        if flight.record.end is not None or flight.decision is None:
+        if flight.is_over or flight.decision is None:
             return
         self._abort_legs(flight)
         self.router.report(flight.decision.decision_id, Outcome.failed(instance_id))
@@ -462,19 +352,20 @@ class SimCluster:
         flight.held_until_ns = self.queue.now_ns + wait_ns
         self._route(flight)
 
-    def _abort_legs(self, flight: _Flight) -> None:
-        if flight.transfer is not None:
-            self.links.cancel(flight.transfer)
-            flight.transfer = None
-        for sequence, instance in (
-            (flight.prefill, self._prefill_of(flight)),
-            (flight.decode, self._decode_of(flight)),
-        ):
-            if sequence is not None and instance is not None:
-                instance.abort(sequence)
+    def _abort_legs(self, flight: Flight) -> None:
+        self.handovers.cancel(flight)
+        decision = flight.decision
+        if decision is not None:
+            for sequence, ref in (
+                (flight.prefill, decision.prefill),
+                (flight.decode, decision.decode),
+            ):
+                instance = self._instance(ref)
+                if sequence is not None and instance is not None:
+                    instance.abort(sequence)
         flight.prefill = flight.decode = None
 
-    def _end(self, flight: _Flight, end: RequestEnd, reason: str = "") -> None:
+    def _end(self, flight: Flight, end: RequestEnd, reason: str = "") -> None:
         record = flight.record
         assert record.end is None, "a request ends once"
         record.end, record.reason, record.end_ns = end, reason, self.since_start_ns
@@ -482,22 +373,3 @@ class SimCluster:
         self.num_open -= 1
         if self.is_done:
             self.queue.stop()
-
-
-def _sequence(flight: _Flight, most_tokens: int, *, is_for_peer: bool = False) -> SimSequence:
-    """``most_tokens`` of output: an answer may be cut off by what fits, as the engine does."""
-    request = flight.request
-    return SimSequence(
-        owner=flight,
-        num_prompt=request.num_prompt,
-        num_output=min(most_tokens, request.num_output),
-        hashes=request.hashes,
-        num_generated=flight.record.num_tokens,
-        is_for_peer=is_for_peer,
-    )
-
-
-def _flight_of(sequence: SimSequence) -> _Flight:
-    flight = sequence.owner
-    assert isinstance(flight, _Flight)
-    return flight

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from isthmus.common.clock import NS_PER_MS
 from isthmus.common.cluster import LoadReport
 from isthmus.sim.events import EventQueue
-from isthmus.sim.instance import Listener
 from isthmus.sim.kv_pool import KvPool
+from isthmus.sim.listener import Listener
 from isthmus.sim.sequence import SeqState, SimSequence
 from isthmus.sim.spec import InstanceSpec
 
@@ -39,7 +39,6 @@ class PromptsFirstInstance:
         self.busy_ns = 0
         self.num_steps = 0
         self.num_preempted = 0
-        self.is_alive = True
         self._queue = queue
         self._listener = listener
         self._noise = noise
@@ -104,7 +103,6 @@ class PromptsFirstInstance:
         self._kept.clear()
         self._prompts.clear()
         self._decodes.clear()
-        self.is_alive = False
         return lost
 
     def report(self) -> LoadReport:

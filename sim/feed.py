@@ -11,7 +11,7 @@ from isthmus.common.ids import InstanceId
 from isthmus.common.kv_events import KvEvent, KvEventBatch
 from isthmus.router import RouterState
 from isthmus.sim.events import EventQueue
-from isthmus.sim.instance import AnyInstance
+from isthmus.sim.listener import AnyInstance
 
 HEARTBEAT_NS = NS_PER_S
 

@@ -3,69 +3,31 @@
 It follows ``isthmus.engine.scheduler``: one token budget a step, decodes first, then newcomers with
 KV, chunks of prompts, waiting newcomers; blocks for all tokens on entry, growth later, and the
 youngest is preempted when none is left. What it does not follow token by token is a batch that only
-decodes: such steps are crossed in one leap (``step_model.Leap``), which ends early, with a step,
-when somebody comes or goes. So the number of events grows with requests and chunks, not with
-tokens.
+decodes: such steps are crossed in one leap (``step_timer``), which ends early, with a step, when
+somebody comes or goes. So the number of events grows with requests and chunks, not with tokens.
 
-::
-
-    steps      _steps              _steps + _leap_steps
-                 ├──┬──┬──┬──┬──┬──┤
-    now          └ done ┘^ in progress: found when someone asks (``_catch_up``)
-
-Invariant between steps: every decoding sequence owns the blocks of the tokens that it had when
-decode step ``_grown_to`` began. ``_bins[s % block_size]`` counts those that need one more for
-step s.
+Owns its sequences, each in one of its lines or running, and the pool of their blocks; who decodes
+is counted by ``decode_batch``.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
-from heapq import heappop, heappush
-from typing import Protocol
 
 from isthmus.common.clock import NS_PER_MS
-from isthmus.common.cluster import NO_STEPS, LoadReport
-from isthmus.common.kv_events import KvEvent
+from isthmus.common.cluster import LoadReport
+from isthmus.sim.decode_batch import DecodeBatch
 from isthmus.sim.events import EventQueue
 from isthmus.sim.kv_pool import KvPool
+from isthmus.sim.listener import Listener
 from isthmus.sim.sequence import SeqState, SimSequence
 from isthmus.sim.spec import InstanceSpec
+from isthmus.sim.step_counts import StepCounts
 from isthmus.sim.step_model import Leap
+from isthmus.sim.step_timer import StepTimer
 
 STEP_SMOOTHING = 0.1
-
-
-class AnyInstance(Protocol):
-    """What a listener may ask of an instance, however it makes its batches."""
-
-    spec: InstanceSpec
-    epoch: int
-
-    @property
-    def num_sequences(self) -> int: ...
-
-    def report(self) -> LoadReport: ...
-
-
-class Listener(Protocol):
-    """Whoever follows sequences through instances. Called at the end of a step."""
-
-    def sampled(self, sequence: SimSequence) -> None:
-        """The first token that this instance computes for it."""
-
-    def second_token(self, sequence: SimSequence, at_ns: int) -> None:
-        """When the token after the first one will be there (a little ahead of time)."""
-
-    def reserved(self, sequence: SimSequence) -> None: ...
-
-    def finished(self, sequence: SimSequence) -> None: ...
-
-    def cache_changed(self, instance: AnyInstance, events: list[KvEvent]) -> None: ...
-
-    def load_changed(self, instance: AnyInstance) -> None: ...
 
 
 class Instance:
@@ -82,10 +44,8 @@ class Instance:
         self.epoch = 1
         self.slowness = 1.0  # measured / modelled, for a while
         self.pool = KvPool(spec.num_blocks, spec.block_size)
-        self.busy_ns = 0
         self.num_steps = 0
         self.num_preempted = 0
-        self.is_alive = True
         self._queue = queue
         self._listener = listener
         self._noise = noise
@@ -96,28 +56,26 @@ class Instance:
         self._kept: dict[SimSequence, None] = {}  # RESERVED and HELD
         self._running: dict[SimSequence, None] = {}  # oldest first
         self._prefilling: dict[SimSequence, None] = {}  # of the running
-        self._num_decodes = 0
-        self._context = 0  # Σ tokens of the decodes when step ``_steps`` begins
-        self._steps = 0  # decode steps done
-        self._grown_to = -1
-        self._bins = [0] * spec.block_size
-        self._ends: list[tuple[int, int, SimSequence]] = []
-        self._order = 0
-        self._plan_no = 0
-        self._is_stepping = False
+        self._num_aborting = 0  # of the running
+        self._decodes = DecodeBatch(self.pool)
+        self._timer = StepTimer(queue, self._step_ended)
         self._is_settling = False  # a step has just ended and the next one is not planned yet
-        self._started_ns = 0
-        self._ends_ns = 0
-        self._factor = 1.0
         self._chunks: list[tuple[SimSequence, int]] = []
-        self._leap: Leap | None = None
-        self._leap_steps = 0
         self._joined: list[SimSequence] = []
         self._step_ms = 0.0
         self._report_no = 0
-        self._totals = NO_STEPS
+        self._counts = StepCounts()
 
     # --- what others ask of it -----------------------------------------------------------------
+
+    @property
+    def busy_ns(self) -> int:
+        return self._timer.busy_ns
+
+    @property
+    def num_sequences(self) -> int:
+        lines = len(self._waiting) + len(self._reserving) + len(self._arrived)
+        return lines + len(self._kept) + len(self._running)
 
     def submit(self, sequence: SimSequence) -> None:
         """A prompt to compute here: for itself or, with ``is_for_peer``, for another instance."""
@@ -156,11 +114,12 @@ class Instance:
     def abort(self, sequence: SimSequence) -> None:
         """Ends a sequence; one that runs does at the end of the step. Nobody is told."""
         state = sequence.state
-        if state is SeqState.ENDED:
+        if state is SeqState.ENDED or sequence.is_aborting:
             return
         if sequence in self._running:
             sequence.is_aborting = True
-            self._cut_short()
+            self._num_aborting += 1
+            self._timer.cut_short()
             return
         if state in (SeqState.RESERVED, SeqState.HELD):
             del self._kept[sequence]
@@ -178,22 +137,20 @@ class Instance:
         """The process dies. Returns whom it takes along, with the tokens they have got."""
         self._catch_up()
         lost = [*self._running, *self._arrived, *self._kept, *self._waiting, *self._reserving]
-        done = max(self._grown_to, 0) if self._is_stepping and not self._chunks else self._steps
+        decodes = self._decodes
+        in_leap = self._timer.is_running and not self._chunks
+        done = max(decodes.grown_to, 0) if in_leap else decodes.steps
         for sequence in lost:
             if sequence.state is SeqState.DECODING:
                 sequence.num_generated = sequence.base + done - sequence.num_prompt
             sequence.move_to(SeqState.ENDED)
-        self._plan_no += 1
-        self._is_stepping = False
-        if self._ends_ns > self._queue.now_ns:
-            self.busy_ns -= self._ends_ns - self._queue.now_ns
+        self._timer.stop()
         for part in (self._running, self._prefilling, self._kept):
             part.clear()
         for line in (self._arrived, self._waiting, self._reserving):
             line.clear()
-        self._num_decodes = 0
+        decodes.clear()
         self.pool.clear()
-        self.is_alive = False
         return lost
 
     def report(self) -> LoadReport:
@@ -201,14 +158,22 @@ class Instance:
         self._catch_up()
         self._report_no += 1
         now_ns = self._queue.now_ns
-        waiting = self._waiting
-        waiting_tokens = sum([sequence.num_left for sequence in waiting])
-        waiting_tokens += sum([sequence.num_left for sequence in self._prefilling])
-        waiting_tokens += sum([sequence.num_tokens for sequence in self._reserving])
+        waiting, pool, decodes = self._waiting, self.pool, self._decodes
+        waiting_tokens = computed = held = 0
+        for sequence in waiting:
+            waiting_tokens += sequence.num_left
+        for sequence in self._prefilling:
+            waiting_tokens += sequence.num_left
+            computed += sequence.num_computed
+        for sequence in self._reserving:
+            waiting_tokens += sequence.num_tokens
+        for sequence in self._arrived:
+            computed += sequence.num_computed
+        for sequence in self._kept:
+            if sequence.is_for_peer:
+                held += sequence.num_blocks
         oldest_ns = min(waiting[0].added_ns, now_ns) if waiting else now_ns
-        computed = sum([sequence.num_computed for sequence in self._prefilling])
-        computed += sum([sequence.num_computed for sequence in self._arrived])
-        progress = max(0, self._grown_to - self._steps) * self._num_decodes
+        progress = max(0, decodes.grown_to - decodes.steps) * decodes.num_seqs
         return LoadReport(
             instance_id=self.spec.instance_id,
             epoch=self.epoch,
@@ -218,45 +183,41 @@ class Instance:
             waiting_tokens=waiting_tokens,
             oldest_wait_ms=(now_ns - oldest_ns) / NS_PER_MS,
             running_seqs=len(self._running) + len(self._arrived),
-            running_context_tokens=self._context + progress + computed,
-            num_blocks=self.pool.num_blocks,
-            free_blocks=self.pool.free,
-            held_blocks=sum([s.num_blocks for s in self._kept if s.is_for_peer]),
-            cached_blocks=self.pool.num_cached,
+            running_context_tokens=decodes.context + progress + computed,
+            num_blocks=pool.num_blocks,
+            free_blocks=pool.free,
+            held_blocks=held,
+            cached_blocks=pool.num_cached,
             step_ms=self._step_ms,
             steps=self.num_steps,
-            totals=self._totals,
+            totals=self._counts.totals,
             prompt_seqs=len(waiting) + len(self._prefilling),
         )
-
-    @property
-    def num_sequences(self) -> int:
-        lines = len(self._waiting) + len(self._reserving) + len(self._arrived)
-        return lines + len(self._kept) + len(self._running)
 
     def check_integrity(self) -> None:
         """AssertionError when counts disagree with the sequences. Between steps or in a leap."""
         self._catch_up()
         self.pool.check_integrity()
-        decodes = [s for s in self._running if s.state is SeqState.DECODING]
-        assert len(decodes) == self._num_decodes
-        assert sum(s.base + self._steps for s in decodes) == self._context
-        assert sum(self._bins) == len(decodes)
+        running = self._running
+        self._decodes.check_integrity(s for s in running if s.state is SeqState.DECODING)
+        assert self._num_aborting == sum(s.is_aborting for s in running)
         owned: set[bytes] = set()
         private = 0
-        for sequence in [*self._running, *self._arrived, *self._kept]:
+        for sequence in [*running, *self._arrived, *self._kept]:
             owned.update(sequence.refs)
-            private += self._blocks_of(sequence) - len(sequence.refs)
+            is_decoding = sequence.state is SeqState.DECODING
+            num = self._decodes.blocks_of(sequence) if is_decoding else sequence.num_blocks
+            private += num - len(sequence.refs)
         assert private + len(owned) == self.pool.used, "blocks without an owner"
 
     # --- steps ---------------------------------------------------------------------------------
 
     def _came(self) -> None:
         """A newcomer: a step begins, or the leap ends early if there may be room for it."""
-        if not self._is_stepping:
+        if not self._timer.is_running:
             self._plan()
         elif len(self._running) < self.spec.max_num_seqs:
-            self._cut_short()
+            self._timer.cut_short()
         self._listener.load_changed(self)
 
     def _plan(self) -> None:
@@ -265,7 +226,7 @@ class Instance:
             return
         self._grow_decodes()
         self._enter_all_arrived()
-        budget = self.spec.max_num_batched_tokens - self._num_decodes
+        budget = self.spec.max_num_batched_tokens - self._decodes.num_seqs
         chunks: list[tuple[SimSequence, int]] = []
         for sequence in self._prefilling:
             if budget <= 0:
@@ -285,141 +246,83 @@ class Instance:
         self._chunks = chunks
         if chunks:
             self._start_step(chunks)
-        elif self._num_decodes:
+        elif self._decodes.num_seqs:
             self._start_leap()
 
     def _start_step(self, chunks: list[tuple[SimSequence, int]]) -> None:
-        model = self._model
+        model, decodes = self._model, self._decodes
         chunk_ms = sum([model.chunk_ms(count, s.num_computed) for s, count in chunks])
-        step_ms = model.mixed_ms(chunk_ms, self._num_decodes, self._context)
-        self._leap, self._leap_steps = None, 1
-        self._start(step_ms * self._scale(), step_ms)
+        step_ms = model.mixed_ms(chunk_ms, decodes.num_seqs, decodes.context)
+        total_ms = step_ms * self._scale()
+        self._tell_joined(total_ms)
+        self._smooth(step_ms)
+        self._timer.start(total_ms)
 
     def _start_leap(self) -> None:
-        steps = self._next_end() - self._steps
-        free = self.pool.free
-        if self._num_decodes * (steps // self.spec.block_size + 1) > free:
-            steps = self._longest_leap(steps, free)
-        self._leap = Leap.of(self._model, self._num_decodes, self._context, self._scale())
-        self._leap_steps = steps
-        self._start(self._leap.after_ms(steps), self._leap.first_ms)
+        decodes = self._decodes
+        steps = decodes.longest_leap(decodes.steps_to_next_end())
+        leap = Leap.of(self._model, decodes.num_seqs, decodes.context, self._scale())
+        self._tell_joined(leap.first_ms)
+        self._smooth(leap.first_ms)
+        self._timer.start(leap.after_ms(steps), steps, leap)
 
-    def _start(self, total_ms: float, first_ms: float) -> None:
-        now_ns = self._queue.now_ns
-        self._is_stepping = True
-        self._started_ns = now_ns
-        first_ns = now_ns + max(1, round(first_ms * NS_PER_MS))
-        if self._leap is None:
-            first_ns = now_ns + max(1, round(total_ms * NS_PER_MS))
-        for sequence in self._joined:
-            if sequence.state is SeqState.DECODING:
-                self._listener.second_token(sequence, first_ns)
-        self._joined.clear()
-        self._step_ms += STEP_SMOOTHING * (first_ms - self._step_ms)
-        self._ends_at(now_ns + max(1, round(total_ms * NS_PER_MS)))
-        self.busy_ns += self._ends_ns - now_ns
+    def _tell_joined(self, first_ms: float) -> None:
+        """Those who are new in the batch have their second token when its next step ends."""
+        if self._joined:
+            second_ns = self._queue.now_ns + max(1, round(first_ms * NS_PER_MS))
+            for sequence in self._joined:
+                if sequence.state is SeqState.DECODING:
+                    self._listener.second_token(sequence, second_ns)
+            self._joined.clear()
 
-    def _ends_at(self, ends_ns: int) -> None:
-        self._plan_no += 1
-        self._ends_ns = ends_ns
-        self._queue.at(ends_ns, self._step_ended, self._plan_no)
+    def _smooth(self, step_ms: float) -> None:
+        self._step_ms += STEP_SMOOTHING * (step_ms - self._step_ms)
 
     def _scale(self) -> float:
         return self.slowness * self._noise() if self._noise is not None else self.slowness
 
-    def _step_ended(self, plan_no: int) -> None:
-        if plan_no != self._plan_no:
-            return
-        self._is_stepping, self._is_settling = False, True
-        self._count_steps()
-        if self._num_decodes:
-            self._decoded(self._leap_steps)
+    def _step_ended(self) -> None:
+        self._is_settling = True
+        timer, decodes = self._timer, self._decodes
+        counts, num_seqs, context = self._counts, decodes.num_seqs, decodes.context
+        if self._chunks:
+            counts.prefilled(self._chunks, num_seqs, context, timer.took_ms)
         else:
-            self.num_steps += 1
+            counts.decoded(timer.num_steps, num_seqs, context, timer.took_ms)
+        self.num_steps += timer.num_steps
+        if decodes.num_seqs:
+            decodes.advance(timer.num_steps)
+            while (ended := decodes.take_ended()) is not None:
+                self._finish(ended)
         for sequence, count in self._chunks:
             self._computed(sequence, count)
         self._chunks = []
-        self._drop_aborting()
+        if self._num_aborting:
+            self._drop_aborting()
         self._tell_cache()
         self._grant()
         self._is_settling = False
         self._plan()
         self._listener.load_changed(self)
 
-    def _count_steps(self) -> None:
-        """What was measured, for whoever fits a model to it."""
-        old, took_ms = self._totals, (self._ends_ns - self._started_ns) / NS_PER_MS
-        seqs, steps = self._num_decodes, self._leap_steps
-        if not self._chunks:
-            growth = seqs * steps * (steps - 1) // 2
-            self._totals = replace(
-                old,
-                decode_steps=old.decode_steps + steps,
-                decode_seqs=old.decode_seqs + steps * seqs,
-                decode_context=old.decode_context + steps * self._context + growth,
-                decode_ms=old.decode_ms + took_ms,
-            )
-            return
-        pairs = sum([count * (s.num_computed + count / 2) for s, count in self._chunks])
-        self._totals = replace(
-            old,
-            prefill_steps=old.prefill_steps + 1,
-            prefill_tokens=old.prefill_tokens + sum([count for _, count in self._chunks]),
-            prefill_pairs=old.prefill_pairs + pairs,
-            beside_seqs=old.beside_seqs + seqs,
-            beside_context=old.beside_context + self._context,
-            prefill_ms=old.prefill_ms + took_ms,
-        )
-
-    def _decoded(self, steps: int) -> None:
-        self.num_steps += steps
-        self._own(self._steps + steps - 1)
-        self._steps += steps
-        self._context += self._num_decodes * steps
-        while self._ends and self._ends[0][0] <= self._steps:
-            end_step, _, sequence = heappop(self._ends)
-            if sequence.state is SeqState.DECODING and sequence.end_step == end_step:
-                self._finish(sequence)
-
     def _computed(self, sequence: SimSequence, count: int) -> None:
         """A chunk is done; after the last one a token is sampled."""
         sequence.num_computed += count
         self._publish(sequence)
-        if sequence.num_left:
-            return
-        if sequence.is_aborting:
+        if sequence.num_left or sequence.is_aborting:
             return
         del self._prefilling[sequence]
+        sequence.num_generated += 1
         if sequence.is_for_peer:
             del self._running[sequence]
             sequence.move_to(SeqState.HELD)
             self._kept[sequence] = None
-            sequence.num_generated += 1
             self._listener.sampled(sequence)
             return
-        sequence.num_generated += 1
         self._listener.sampled(sequence)
         self._join(sequence)
         if sequence.num_generated >= sequence.num_output:
             self._finish(sequence)
-
-    def _finish(self, sequence: SimSequence) -> None:
-        sequence.num_generated = sequence.num_output
-        self._leave(sequence)
-        self._free(sequence)
-        sequence.move_to(SeqState.ENDED)
-        if not sequence.is_aborting:
-            self._listener.finished(sequence)
-
-    def _drop_aborting(self) -> None:
-        for sequence in [s for s in self._running if s.is_aborting]:
-            if sequence.state is SeqState.DECODING:
-                self._leave(sequence)
-            else:
-                del self._prefilling[sequence]
-                del self._running[sequence]
-            self._free(sequence)
-            sequence.move_to(SeqState.ENDED)
 
     # --- entering and leaving ------------------------------------------------------------------
 
@@ -474,6 +377,52 @@ class Instance:
         self._join(sequence)
         return sequence
 
+    def _join(self, sequence: SimSequence) -> None:
+        self._decodes.join(sequence)
+        if sequence.num_generated == 1:
+            self._joined.append(sequence)
+
+    def _leave(self, sequence: SimSequence) -> None:
+        """Runs no more; what it owns stays its own."""
+        if sequence.state is SeqState.DECODING:
+            self._decodes.leave(sequence)
+        else:
+            del self._prefilling[sequence]
+        del self._running[sequence]
+        self._num_aborting -= sequence.is_aborting
+
+    def _finish(self, sequence: SimSequence) -> None:
+        sequence.num_generated = sequence.num_output
+        is_wanted = not sequence.is_aborting
+        self._end(sequence)
+        if is_wanted:
+            self._listener.finished(sequence)
+
+    def _end(self, sequence: SimSequence) -> None:
+        """One that runs."""
+        self._leave(sequence)
+        self._free(sequence)
+        sequence.move_to(SeqState.ENDED)
+
+    def _drop_aborting(self) -> None:
+        for sequence in [s for s in self._running if s.is_aborting]:
+            self._end(sequence)
+
+    def _preempt_youngest(self) -> None:
+        victim = next(reversed(self._running))
+        self._leave(victim)
+        self._send_back(victim)
+
+    def _send_back(self, sequence: SimSequence) -> None:
+        """To the head of the line, without blocks."""
+        self._free(sequence)
+        sequence.num_computed = 0
+        sequence.move_to(SeqState.WAITING)
+        self._waiting.appendleft(sequence)
+        self.num_preempted += 1
+
+    # --- blocks --------------------------------------------------------------------------------
+
     def _take_blocks(self, sequence: SimSequence, keep_free: int) -> bool:
         """All blocks of its tokens, the cached prefix first."""
         pool = self.pool
@@ -490,58 +439,6 @@ class Instance:
             sequence.num_cached = sequence.num_computed
         return True
 
-    def _join(self, sequence: SimSequence) -> None:
-        """Into the decode batch. Its blocks hold the tokens up to ``_grown_to`` from here on."""
-        base = sequence.num_tokens - self._steps
-        if not self._num_decodes:  # ``_grown_to`` says something of decodes only
-            is_new = sequence.state is SeqState.PREFILLING
-            self._grown_to = self._steps - 1 if is_new else self._steps
-        owned = self.pool.blocks_for(base + self._grown_to)
-        assert owned == sequence.num_blocks, "blocks and tokens disagree"
-        sequence.move_to(SeqState.DECODING)
-        sequence.base = base
-        sequence.end_step = self._steps + sequence.num_output - sequence.num_generated
-        self._bins[(1 - base) % self.spec.block_size] += 1
-        self._num_decodes += 1
-        self._context += sequence.num_tokens
-        self._order += 1
-        heappush(self._ends, (sequence.end_step, self._order, sequence))
-        if sequence.num_generated == 1:
-            self._joined.append(sequence)
-
-    def _leave(self, sequence: SimSequence) -> None:
-        """Out of the decode batch, between steps."""
-        sequence.num_blocks = self._blocks_of(sequence)
-        sequence.num_generated = sequence.base + self._steps - sequence.num_prompt
-        self._bins[(1 - sequence.base) % self.spec.block_size] -= 1
-        self._num_decodes -= 1
-        self._context -= sequence.base + self._steps
-        del self._running[sequence]
-
-    def _preempt_youngest(self) -> None:
-        victim = next(reversed(self._running))
-        if victim.state is SeqState.DECODING:
-            self._leave(victim)
-        else:
-            del self._running[victim]
-            del self._prefilling[victim]
-        self._send_back(victim)
-
-    def _send_back(self, sequence: SimSequence) -> None:
-        """To the head of the line, without blocks."""
-        self._free(sequence)
-        sequence.num_computed = 0
-        sequence.move_to(SeqState.WAITING)
-        self._waiting.appendleft(sequence)
-        self.num_preempted += 1
-
-    # --- blocks --------------------------------------------------------------------------------
-
-    def _blocks_of(self, sequence: SimSequence) -> int:
-        if sequence.state is SeqState.DECODING:
-            return self.pool.blocks_for(sequence.base + self._grown_to)
-        return sequence.num_blocks
-
     def _free(self, sequence: SimSequence) -> None:
         if sequence.num_blocks:
             self.pool.release(sequence.refs, sequence.num_blocks - len(sequence.refs))
@@ -552,7 +449,7 @@ class Instance:
         """Blocks came free between steps."""
         self._catch_up()
         self._grant()
-        if not self._is_stepping:
+        if not self._timer.is_running:
             self._plan()
         self._listener.load_changed(self)
 
@@ -567,10 +464,10 @@ class Instance:
             sequence.move_to(SeqState.RESERVED)
             self._kept[sequence] = None
             self._listener.reserved(sequence)
-        if self._leap is not None and self._is_stepping:
-            last = self._steps + self._leap_steps - 1
-            if self._crossings(self._grown_to, last) > self.pool.free:
-                self._cut_short()
+        if self._timer.is_leaping:
+            last = self._decodes.steps + self._timer.num_steps - 1
+            if self._decodes.blocks_until(last) > self.pool.free:
+                self._timer.cut_short()
 
     def _publish(self, sequence: SimSequence) -> None:
         """Full blocks that are computed enter the prefix cache."""
@@ -586,76 +483,13 @@ class Instance:
 
     def _grow_decodes(self) -> None:
         """A block for whoever needs one for the next step; the youngest give way."""
-        self._grown_to = max(self._grown_to, self._steps - 1)
-        while self._num_decodes:
-            needed = self._crossings(self._grown_to, self._steps)
-            if needed <= self.pool.free:
-                break
+        decodes = self._decodes
+        decodes.grown_to = max(decodes.grown_to, decodes.steps - 1)
+        while decodes.num_seqs and decodes.blocks_until(decodes.steps) > self.pool.free:
             self._preempt_youngest()
-        self._own(self._steps)
-
-    def _own(self, step: int) -> None:
-        """The blocks that the decodes need up to ``step``."""
-        if step > self._grown_to:
-            if self._num_decodes:
-                self.pool.grow(self._crossings(self._grown_to, step))
-            self._grown_to = step
-
-    def _crossings(self, after: int, upto: int) -> int:
-        """Blocks that the decodes need for steps ``after + 1 … upto``."""
-        if upto <= after:
-            return 0
-        size = self.spec.block_size
-        rounds, rest = divmod(upto - after, size)
-        needed = rounds * self._num_decodes
-        if rest:
-            first = (after + 1) % size
-            last = first + rest
-            needed += sum(self._bins[first:last])
-            if last > size:
-                needed += sum(self._bins[: last - size])
-        return needed
-
-    def _longest_leap(self, steps: int, free: int) -> int:
-        """Most steps, one at least, for which there are blocks."""
-        low, high = 1, steps
-        while low < high:
-            middle = (low + high + 1) // 2
-            if self._crossings(self._grown_to, self._steps + middle - 1) <= free:
-                low = middle
-            else:
-                high = middle - 1
-        return low
-
-    # --- leaps ---------------------------------------------------------------------------------
-
-    def _next_end(self) -> int:
-        ends = self._ends
-        while True:
-            end_step, _, sequence = ends[0]
-            if sequence.state is SeqState.DECODING and sequence.end_step == end_step:
-                return end_step
-            heappop(ends)
-
-    def _begun(self) -> int:
-        """Steps of the leap that have begun by now."""
-        assert self._leap is not None
-        elapsed_ms = (self._queue.now_ns - self._started_ns) / NS_PER_MS
-        return min(self._leap_steps, self._leap.steps_until(elapsed_ms))
+        decodes.own(decodes.steps)
 
     def _catch_up(self) -> None:
         """Takes the blocks that the steps of a leap have needed so far."""
-        if self._is_stepping and self._leap is not None:
-            self._own(self._steps + self._begun() - 1)
-
-    def _cut_short(self) -> None:
-        """Ends a leap with the step in progress."""
-        if not self._is_stepping or self._leap is None:
-            return
-        steps = self._begun()
-        if steps < self._leap_steps:
-            self._leap_steps = steps
-            now_ns, old_ns = self._queue.now_ns, self._ends_ns
-            ends_ns = self._started_ns + round(self._leap.after_ms(steps) * NS_PER_MS)
-            self._ends_at(max(now_ns, ends_ns))
-            self.busy_ns += self._ends_ns - old_ns
+        if self._timer.is_leaping:
+            self._decodes.own(self._decodes.steps + self._timer.begun() - 1)

@@ -9,7 +9,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from isthmus.common.clock import NS_PER_MS, NS_PER_S
+from isthmus.common.ids import InstanceId
 from isthmus.sim.cluster import SimCluster
+from isthmus.sim.handover import SimInstance
 from isthmus.sim.records import Record, RequestEnd
 from isthmus.workload.figures import Spread, spread
 
@@ -35,8 +37,8 @@ class ClassReport:
 
 @dataclass(frozen=True, slots=True)
 class RoleReport:
-    """``utilisation``: share of the time in which an instance ran a step, on average; one that came
-    back after it died is one, and idle while it was dead."""
+    """Of all instances, dead ones too. ``utilisation``: share of the time in which one ran a step,
+    on average; it is idle while it is dead."""
 
     num_instances: int
     num_gpus: int
@@ -91,7 +93,8 @@ def make_report(name: str, cluster: SimCluster, warm_up: float = 0.0) -> SimRepo
     computed = [record for record in records if record.first_ns is not None]
     total = _class_report(records, span_s)
     instances = [*cluster.instances.values(), *cluster.retired]
-    num_gpus = sum(instance.spec.num_gpus for instance in cluster.instances.values())
+    gpus = _gpus(instances)
+    num_gpus = sum(gpus.values())
     ends = [record.end_ns for record in finished if record.end_ns is not None]
     lasted_s = (max(ends, default=0) - records[0].request.arrival_ns) / NS_PER_S
     simulated_s = cluster.since_start_ns / NS_PER_S
@@ -101,7 +104,7 @@ def make_report(name: str, cluster: SimCluster, warm_up: float = 0.0) -> SimRepo
     return SimReport(
         name=name,
         policy=cluster.router.snapshot().policy,
-        num_instances=len(cluster.instances),
+        num_instances=len(gpus),
         num_gpus=num_gpus,
         span_s=span_s,
         offered_rate=len(records) / span_s,
@@ -113,11 +116,11 @@ def make_report(name: str, cluster: SimCluster, warm_up: float = 0.0) -> SimRepo
         },
         roles={
             role: RoleReport(
-                num_instances=sum(instance.is_alive for instance in members),
-                num_gpus=sum(i.spec.num_gpus for i in members if i.is_alive),
+                num_instances=len(_gpus(members)),
+                num_gpus=sum(_gpus(members).values()),
                 utilisation=sum(i.busy_ns for i in members)
                 / NS_PER_S
-                / max(1e-9, simulated_s * len({i.spec.instance_id for i in members})),
+                / max(1e-9, simulated_s * len(_gpus(members))),
                 num_preempted=sum(instance.num_preempted for instance in members),
             )
             for role, members in sorted(roles.items())
@@ -126,12 +129,12 @@ def make_report(name: str, cluster: SimCluster, warm_up: float = 0.0) -> SimRepo
             "ttft": _coverage((_routed_ttft_ms(r), r.predicted_ttft_ms) for r in finished),
             "tpot": _coverage((r.tpot_ms, r.predicted_tpot_ms) for r in finished),
         },
-        goodput_per_gpu=total.goodput / num_gpus if num_gpus else 0.0,
+        goodput_per_gpu=total.goodput / num_gpus,
         output_tokens_per_s=sum(r.num_tokens for r in finished) / lasted_s if ends else 0.0,
         local_share=sum(r.is_local for r in computed) / len(computed) if computed else 0.0,
         cached_share=sum(r.num_cached for r in computed)
         / max(1, sum(r.request.num_prompt for r in computed)),
-        transferred_gb=cluster.num_kv_bytes / 1e9,
+        transferred_gb=cluster.handovers.num_bytes / 1e9,
         num_retried=sum(record.num_attempts > 1 for record in records),
         num_events=cluster.queue.num_done,
         num_reports=cluster.feed.num_reports,
@@ -143,6 +146,12 @@ def verdict(record: Record) -> str:
     """One of ``isthmus_requests_total``'s outcomes, or ``unfinished`` when the run ended first."""
     found = record.verdict
     return RequestEnd.UNFINISHED.value if found is None else found.value
+
+
+def _gpus(epochs: Iterable[SimInstance]) -> dict[InstanceId, int]:
+    """Of each instance, dead or alive: one that came back is one, and one that is dead is paid for
+    all the same."""
+    return {epoch.spec.instance_id: epoch.spec.num_gpus for epoch in epochs}
 
 
 def _class_report(records: Sequence[Record], span_s: float) -> ClassReport:

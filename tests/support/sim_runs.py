@@ -57,7 +57,7 @@ def check_over(cluster: SimCluster) -> None:
         instance.check_integrity()
         assert instance.num_sequences == 0
         assert instance.pool.used == 0
-    assert cluster.links.num_in_flight() == 0
+    assert cluster.handovers.links.num_in_flight() == 0
     assert len(cluster.router.state.ledger) == 0
     cluster.router.state.ledger.check_integrity()
     cluster.router.state.index.check_integrity()
