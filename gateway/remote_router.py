@@ -3,14 +3,14 @@
 ::
 
     ask ──▶ leader known ──▶ Route ──▶ decision or refusal ─────────────────▶ asker
-                │              │ out of reach, or leads no more
+                │              │ out of reach, silent, or leads no more
                 │              ├─ another leads by now ──▶ asked again there
                 ▼              ▼
              nobody leads: this gateway's own view, least loaded first ──────▶ asker
 
-So no request is lost with a router: it is decided elsewhere or here. Decisions made here say so in
-their ``policy``, in a metric and in the log. Outcomes go to the leader, whoever decided, and to
-this gateway's own view, which learns from them whom to avoid.
+So no request is lost with a router, nor waits for one that is hung: it is decided elsewhere or
+here. Decisions made here say so in their ``policy``, in a metric and in the log. Outcomes go to the
+leader, whoever decided, and to this gateway's own view, which learns from them whom to avoid.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from isthmus.common import metrics
+from isthmus.common.backoff import Backoff
 from isthmus.common.clock import NS_PER_S, Clock
 from isthmus.common.errors import (
     DeadlineError,
@@ -42,6 +43,7 @@ from isthmus.router.types import Outcome, RouteQuery
 from isthmus.router.wire import outcome_to_pb, query_to_pb
 
 FALLBACK_PREFIX = "fallback_"
+FOLLOW_CAP_S = 1.0
 ANSWER_S = 2.0
 """For a question that may not wait in the router; beyond its deadline for one that may."""
 _log = get_logger("remote_router")
@@ -60,6 +62,11 @@ class _Question:
     asker: Asker
     put: Callable[[RouterLink], Awaitable[RouteDecision]]
     task: asyncio.Task[None] | None = None
+
+    def take_back(self) -> None:
+        """Its answer is not waited for any more."""
+        if self.task is not None:
+            self.task.cancel()
 
 
 class RemoteDecider:
@@ -129,8 +136,8 @@ class RemoteDecider:
 
     def withdraw(self, request_id: RequestId) -> None:
         question = self._questions.pop(request_id, None)
-        if question is not None and question.task is not None:
-            question.task.cancel()
+        if question is not None:
+            question.take_back()
             self._tell(pb.ReportOutcomeRequest(withdrawn_request_id=request_id))
 
     def report(self, decision_id: DecisionId, outcome: Outcome) -> None:
@@ -142,6 +149,9 @@ class RemoteDecider:
         link = self._link
         if link is None or not self._is_led:
             self._decide_here(question, "no_leader")
+            return
+        if link.is_silent:
+            self._decide_here(question, "no_answer")
             return
         self._questions[question.query.request_id] = question
         question.task = asyncio.get_running_loop().create_task(self._hear(question, link))
@@ -187,6 +197,17 @@ class RemoteDecider:
             self._link.tell(message)
 
     async def _follow(self) -> None:
+        """Whatever breaks it, it is begun anew: a gateway that heard of no other leader would ask
+        the one it knows for ever."""
+        backoff = Backoff(cap_s=FOLLOW_CAP_S)
+        while True:
+            try:
+                await self._follow_leader()
+            except Exception:  # noqa: BLE001  # whatever broke it
+                _log.exception("the watch for who leads broke")
+            await asyncio.sleep(backoff.next_s())
+
+    async def _follow_leader(self) -> None:
         watch = resume_watch(self._registry, self._key)
         try:
             async for event in watch:
@@ -203,15 +224,28 @@ class RemoteDecider:
         if record is None or (self._link is not None and self._link.record == record):
             return
         _log.info("router leads", router=record.router_id, address=record.address)
-        old, self._link = self._link, RouterLink(record, self._gateway_id)
+        old, self._link = self._link, RouterLink(record, self._gateway_id, self._on_silence)
         if old is None:
             return
-        waiting, self._questions = list(self._questions.values()), {}
-        for question in waiting:
-            if question.task is not None:
-                question.task.cancel()
+        for question in self._take_questions():
             self._put(question)
         self._close_later(old)
+
+    def _on_silence(self, link: RouterLink) -> None:
+        """The router that is asked gives no sign of life: those who wait for it are decided here,
+        and so is everybody until it gives one, or another leads."""
+        if link is not self._link:
+            return
+        _log.warning("the router that leads does not answer", router=link.record.router_id)
+        for question in self._take_questions():
+            self._tell(pb.ReportOutcomeRequest(withdrawn_request_id=question.query.request_id))
+            self._decide_here(question, "no_answer")
+
+    def _take_questions(self) -> list[_Question]:
+        taken, self._questions = list(self._questions.values()), {}
+        for question in taken:
+            question.take_back()
+        return taken
 
     def _close_later(self, link: RouterLink) -> None:
         task = asyncio.get_running_loop().create_task(link.close())

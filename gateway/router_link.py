@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, TypeVar
 
+import grpc
 import grpc.aio
 
 from isthmus.common.backoff import Backoff
@@ -14,27 +15,42 @@ from isthmus.common.errors import InstanceLostError
 from isthmus.common.registry.routers import RouterRecord
 from isthmus.common.rpc import create_channel, error_from_rpc
 from isthmus.common.types import RouteDecision
+from isthmus.gateway.pulse import Pulse
 from isthmus.protos.convert.decisions import decision_from_pb
 from isthmus.protos.v1 import router_pb2 as pb
 from isthmus.protos.v1 import router_pb2_grpc
 
 MAX_OUTCOMES = 10_000
+_NO_SIGN = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED})
 ReplyT = TypeVar("ReplyT")
 if TYPE_CHECKING:
     OutcomeCall = grpc.aio.StreamUnaryCall[pb.ReportOutcomeRequest, pb.ReportOutcomeResponse]
 
 
 class RouterLink:
-    """One router at one incarnation. Owns its channel and the task that sends outcomes."""
+    """One router at one incarnation. Owns its channel, the task that sends outcomes and the one
+    that watches its pulse. ``on_silence``: it is asked, and gives no sign of life any more."""
 
-    def __init__(self, record: RouterRecord, gateway_id: str) -> None:
+    def __init__(
+        self, record: RouterRecord, gateway_id: str, on_silence: Callable[[RouterLink], None]
+    ) -> None:
         self.record = record
         self._gateway_id = gateway_id
         self._channel = create_channel(record.address)
         self._stub = router_pb2_grpc.RouterServiceStub(self._channel)
         self._outcomes: asyncio.Queue[pb.ReportOutcomeRequest] = asyncio.Queue()
         self._next: pb.ReportOutcomeRequest | None = None
-        self._task = asyncio.get_running_loop().create_task(self._send(), name="router-outcomes")
+        self._pulse = Pulse(self._beat, lambda: on_silence(self))
+        loop = asyncio.get_running_loop()
+        self._tasks = [
+            loop.create_task(self._send(), name="router-outcomes"),
+            loop.create_task(self._pulse.run(), name="router-pulse"),
+        ]
+
+    @property
+    def is_silent(self) -> bool:
+        """It is not worth asking."""
+        return self._pulse.is_silent
 
     async def route(self, request: pb.RouteRequest, timeout_s: float) -> RouteDecision:
         """Raises what the router refused it with; InstanceLostError when it is out of reach,
@@ -54,19 +70,31 @@ class RouterLink:
             self._outcomes.put_nowait(message)
 
     async def close(self) -> None:
-        self._task.cancel()
-        with suppress(asyncio.CancelledError):
-            await self._task
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._channel.close()
+
+    async def _beat(self, timeout_s: float) -> bool:
+        try:
+            await self._stub.Beat(pb.BeatRequest(), timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            return error.code() not in _NO_SIGN  # an older version, say, does not know the call
+        return True
 
     async def _reply(self, call: Awaitable[ReplyT]) -> ReplyT:
         try:
-            return await call
+            with self._pulse.waiting():
+                reply = await call
         except grpc.aio.AioRpcError as error:
+            if error.code() not in _NO_SIGN:
+                self._pulse.heard()
             raise error_from_rpc(error, peer=self.record.router_id, stage="route") from error
         except grpc.aio.UsageError as error:  # the channel was closed meanwhile
             text = f"{self.record.router_id} was given up"
             raise InstanceLostError(text, stage="route") from error
+        self._pulse.heard()
+        return reply
 
     async def _send(self) -> None:
         backoff = Backoff(cap_s=1.0)

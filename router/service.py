@@ -87,6 +87,9 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         records = self._router.log.of_request(request.request_id)
         return pb.ExplainResponse(explanations=[record_to_pb(record) for record in records])
 
+    async def Beat(self, request: pb.BeatRequest, context: Context) -> pb.BeatResponse:
+        return pb.BeatResponse()
+
     async def _check_leading(self) -> None:
         """A gateway may hear of a new leader before that one does."""
         with suppress(TimeoutError):

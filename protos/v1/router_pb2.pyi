@@ -198,3 +198,11 @@ class ExplainResponse(_message.Message):
     EXPLANATIONS_FIELD_NUMBER: _ClassVar[int]
     explanations: _containers.RepeatedCompositeFieldContainer[Explanation]
     def __init__(self, explanations: _Optional[_Iterable[_Union[Explanation, _Mapping]]] = ...) -> None: ...
+
+class BeatRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class BeatResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

@@ -56,6 +56,11 @@ class RouterServiceStub:
                 request_serializer=isthmus_dot_protos_dot_v1_dot_router__pb2.ExplainRequest.SerializeToString,
                 response_deserializer=isthmus_dot_protos_dot_v1_dot_router__pb2.ExplainResponse.FromString,
                 _registered_method=True)
+        self.Beat = channel.unary_unary(
+                '/isthmus.protos.v1.RouterService/Beat',
+                request_serializer=isthmus_dot_protos_dot_v1_dot_router__pb2.BeatRequest.SerializeToString,
+                response_deserializer=isthmus_dot_protos_dot_v1_dot_router__pb2.BeatResponse.FromString,
+                _registered_method=True)
 
 
 class RouterServiceServicer:
@@ -92,6 +97,13 @@ class RouterServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Beat(self, request, context):
+        """Answered at once by every router: for a gateway that has heard nothing of its question lately.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RouterServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -114,6 +126,11 @@ def add_RouterServiceServicer_to_server(servicer, server):
                     servicer.Explain,
                     request_deserializer=isthmus_dot_protos_dot_v1_dot_router__pb2.ExplainRequest.FromString,
                     response_serializer=isthmus_dot_protos_dot_v1_dot_router__pb2.ExplainResponse.SerializeToString,
+            ),
+            'Beat': grpc.unary_unary_rpc_method_handler(
+                    servicer.Beat,
+                    request_deserializer=isthmus_dot_protos_dot_v1_dot_router__pb2.BeatRequest.FromString,
+                    response_serializer=isthmus_dot_protos_dot_v1_dot_router__pb2.BeatResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -226,6 +243,33 @@ class RouterService:
             '/isthmus.protos.v1.RouterService/Explain',
             isthmus_dot_protos_dot_v1_dot_router__pb2.ExplainRequest.SerializeToString,
             isthmus_dot_protos_dot_v1_dot_router__pb2.ExplainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Beat(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/isthmus.protos.v1.RouterService/Beat',
+            isthmus_dot_protos_dot_v1_dot_router__pb2.BeatRequest.SerializeToString,
+            isthmus_dot_protos_dot_v1_dot_router__pb2.BeatResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import pytest_asyncio
@@ -21,7 +21,9 @@ from isthmus.common.errors import (
 )
 from isthmus.common.ids import InstanceId
 from isthmus.common.registry import Candidate, MemoryRegistry
+from isthmus.common.registry.base import Listing
 from isthmus.common.types import RouteDecision
+from isthmus.gateway import pulse
 from isthmus.gateway.remote_router import RemoteDecider
 from isthmus.protos.v1 import router_pb2 as pb
 from isthmus.router import Held, Outcome, OutcomeKind, RouteQuery, Verdict, service
@@ -29,7 +31,7 @@ from isthmus.router.explain_client import explain, find_routers
 from isthmus.router.wire import query_to_pb
 from tests.support.poll import poll_until
 from tests.support.router_cluster import make_query
-from tests.support.routers import Asker, HostedRouter, remote_decider, running_registry
+from tests.support.routers import PATIENCE_S, Asker, HostedRouter, remote_decider, running_registry
 
 OWN_POLICY = "fallback_least_loaded"
 
@@ -169,6 +171,104 @@ async def test_a_question_that_waits_in_a_router_that_dies_is_decided_all_the_sa
         assert not asker.heard.is_set()
         await leader.die()
         assert (await asker.answer()).policy == OWN_POLICY
+
+
+class Hung:
+    """A router whose calls of ``name`` are not answered while ``is_hung`` is."""
+
+    def __init__(
+        self, router: HostedRouter, names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        self.num_asked = dict.fromkeys(names, 0)
+        self.recovers = asyncio.Event()
+        servicer = router.host._servicer
+        for name in names:
+            monkeypatch.setattr(servicer, name, self._hanging(name, getattr(servicer, name)))
+
+    def _hanging(
+        self, name: str, answer: Callable[[Any, Any], Awaitable[Any]]
+    ) -> Callable[[Any, Any], Awaitable[Any]]:
+        async def hang(request: Any, context: Any) -> Any:
+            self.num_asked[name] += 1
+            await self.recovers.wait()
+            return await answer(request, context)
+
+        return hang
+
+
+@pytest.mark.asyncio
+async def test_nobody_waits_for_a_leader_that_hangs_and_it_is_asked_again_when_it_lives(
+    registry: MemoryRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pulse, "BEAT_S", 0.01)
+    leader = HostedRouter(registry, "router-0")
+    hung = Hung(leader, ("Route", "Beat"), monkeypatch)  # before its server takes its methods
+    await leader.start()
+    await leader.leads()
+    async with remote_decider(registry) as decider:
+        monkeypatch.setattr(pulse, "SILENCE_S", 0.1)
+        await poll_until(lambda: decider.leader == leader.record)
+        first, second = Asker(), Asker()
+        decider.ask(make_query(name="a-0.0"), first, may_wait=True)
+        assert (await first.answer()).policy == OWN_POLICY
+        assert hung.num_asked["Route"] == 1
+        decider.ask(make_query(name="b-0.0"), second, may_wait=True)
+        assert second.heard.is_set(), "who knows that it hangs does not ask it"
+        assert hung.num_asked["Route"] == 1
+        hung.recovers.set()
+        link = decider._link
+        assert link is not None
+        await poll_until(lambda: not link.is_silent, timeout_s=60)
+        monkeypatch.setattr(pulse, "SILENCE_S", PATIENCE_S)
+        third = Asker()
+        decider.ask(make_query(name="c-0.0"), third, may_wait=True)
+        assert (await third.answer()).policy == leader.router.snapshot().policy
+        assert leader.router.snapshot().num_reservations == 1, "what was not answered is not booked"
+    await leader.host.close()
+
+
+@pytest.mark.asyncio
+async def test_a_leader_that_makes_a_question_wait_is_not_taken_for_a_hung_one(
+    registry: MemoryRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pulse, "BEAT_S", 0.01)
+    leader = HostedRouter(registry, "router-0")
+    beats = Hung(leader, ("Beat",), monkeypatch)
+    beats.recovers.set()
+    await leader.start()
+    await leader.leads()
+    async with remote_decider(registry) as decider:
+        await poll_until(lambda: decider.leader == leader.record)
+        held = hold_everything(leader, monkeypatch)
+        asker, query = Asker(), make_query(name="long-0.0")
+        decider.ask(query, asker, may_wait=True)
+        await poll_until(lambda: len(held) == 1 and beats.num_asked["Beat"] > 3, timeout_s=60)
+        assert not asker.heard.is_set()
+        assert decider._link is not None
+        assert not decider._link.is_silent
+        decider.withdraw(query.request_id)
+        await poll_until(lambda: leader.host.driver.num_waiting == 0, timeout_s=20)
+    await leader.host.close()
+
+
+@pytest.mark.asyncio
+async def test_a_watch_for_who_leads_that_breaks_is_begun_anew(
+    registry: MemoryRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed, broken = registry.list_and_watch, asyncio.Event()
+
+    async def break_once(prefix: str) -> Listing:
+        if not broken.is_set():
+            broken.set()
+            raise ValueError("not foreseen")
+        return await listed(prefix)
+
+    monkeypatch.setattr(registry, "list_and_watch", break_once)
+    async with remote_decider(registry) as decider:
+        await asyncio.wait_for(broken.wait(), 20)
+        leader = await HostedRouter(registry, "router-0").start()
+        await poll_until(lambda: decider.leader == leader.record, timeout_s=60)
+        await leader.host.close()
 
 
 @pytest.mark.asyncio

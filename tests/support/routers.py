@@ -13,7 +13,7 @@ from isthmus.common.errors import IsthmusError
 from isthmus.common.registry import MemoryRegistry
 from isthmus.common.registry.routers import RouterRecord
 from isthmus.common.types import RouteDecision
-from isthmus.gateway import remote_router
+from isthmus.gateway import pulse, remote_router
 from isthmus.gateway.remote_router import RemoteDecider
 from isthmus.router import Router
 from isthmus.router.host import RouterHost
@@ -90,11 +90,12 @@ async def running_registry() -> AsyncIterator[MemoryRegistry]:
 async def remote_decider(registry: MemoryRegistry) -> AsyncIterator[RemoteDecider]:
     """Of a gateway whose own view is of one decode instance, and that is patient."""
     answer_s, remote_router.ANSWER_S = remote_router.ANSWER_S, PATIENCE_S
+    silence_s, pulse.SILENCE_S = pulse.SILENCE_S, PATIENCE_S
     own = Cluster(0, 1, policy="least_loaded").router
     decider = RemoteDecider(registry, ClusterConfig().name, "g", own, SystemClock())
     decider.start()
     try:
         yield decider
     finally:
-        remote_router.ANSWER_S = answer_s
+        remote_router.ANSWER_S, pulse.SILENCE_S = answer_s, silence_s
         await decider.close()
