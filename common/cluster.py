@@ -135,9 +135,14 @@ class LinkRate:
     bytes_per_s: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LoadReport:
-    """A worker's own view of its load; ``seq`` grows with each report of one epoch."""
+    """A worker's own view of its load; ``seq`` grows with each report of one epoch.
+
+    Whoever has one changes nothing of it. That it is not frozen is for speed: every instance makes
+    one, and every router two, ten times a second, and a frozen one of so many fields takes three
+    times as long to make.
+    """
 
     instance_id: InstanceId
     epoch: int

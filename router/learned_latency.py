@@ -29,7 +29,7 @@ class LearnedLatency:
     def observe(self, totals: StepTotals) -> None:
         """Takes the steps since the last report; the first one is where counting begins."""
         seen, self._seen = self._seen, totals
-        if seen is None or totals == seen:
+        if seen is None or totals is seen or totals == seen:
             return
         before = self.num_samples
         num_decodes = totals.decode_steps - seen.decode_steps

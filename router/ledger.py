@@ -24,6 +24,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import takewhile
 from math import isclose
+from typing import NamedTuple
 
 from isthmus.common.clock import NS_PER_MS
 from isthmus.common.ids import DecisionId, InstanceId
@@ -100,8 +101,7 @@ class PendingLoad:
     num_strange: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Seen:
+class Seen(NamedTuple):
     """The last report of an instance: when it came, of how many sequences it speaks, and how many
     of them are not this router's."""
 

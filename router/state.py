@@ -96,7 +96,8 @@ class RouterState:
         now_ns = self._clock.monotonic_ns()
         if self.cluster.take_report(report, now_ns) is None:
             return
-        self._learn_links(report)
+        if report.links:
+            self._learn_links(report)
         num_seqs = report.waiting_seqs + report.running_seqs
         self.ledger.seen(report.instance_id, num_seqs, now_ns, report.prompt_seqs)
         if was_suspect:

@@ -17,10 +17,11 @@ NO_LIMIT = 2**62
 
 
 class EventQueue:
-    """Owns the order of events and, while it runs, the clock."""
+    """Owns the order of events and the clock: nobody else advances it."""
 
     def __init__(self, clock: VirtualClock) -> None:
         self.clock = clock
+        self.now_ns = clock.monotonic_ns()
         self.num_done = 0
         self._heap: list[tuple[int, int, Callable[[Any], None], Any]] = []
         self._order = 0
@@ -29,14 +30,11 @@ class EventQueue:
     def __len__(self) -> int:
         return len(self._heap)
 
-    @property
-    def now_ns(self) -> int:
-        return self.clock.monotonic_ns()
-
     def at(self, when_ns: int, action: Callable[[Any], None], argument: Any = None) -> None:
         """``action(argument)`` at ``when_ns``; what is already past happens now."""
         self._order += 1
-        heappush(self._heap, (max(when_ns, self.now_ns), self._order, action, argument))
+        when_ns = max(when_ns, self.now_ns)
+        heappush(self._heap, (when_ns, self._order, action, argument))
 
     def after(self, wait_ns: int, action: Callable[[Any], None], argument: Any = None) -> None:
         self.at(self.now_ns + wait_ns, action, argument)
@@ -58,6 +56,7 @@ class EventQueue:
             if until_ns is not None and heap[0][0] > until_ns:
                 break
             when_ns, _, action, argument = heappop(heap)
+            self.now_ns = when_ns
             advance(when_ns)
             action(argument)
             done += 1

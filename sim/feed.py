@@ -84,6 +84,6 @@ class SimFeed:
         self._state.reported(instance.report())
         self.num_reports += 1
         stream.sent_ns = self._queue.now_ns
-        stream.due_ns = -1
         wait_ns = self._interval_ns if instance.num_sequences else HEARTBEAT_NS
+        stream.due_ns = -1
         self._schedule(stream, stream.sent_ns + wait_ns)

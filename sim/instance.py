@@ -49,6 +49,7 @@ class Instance:
         self._queue = queue
         self._listener = listener
         self._noise = noise
+        self._instance_id = spec.instance_id
         self._model = spec.model
         self._reserving: deque[SimSequence] = deque()
         self._waiting: deque[SimSequence] = deque()
@@ -155,7 +156,8 @@ class Instance:
 
     def report(self) -> LoadReport:
         """What it would tell a router now."""
-        self._catch_up()
+        if self._timer.leap is not None:
+            self._catch_up()
         self._report_no += 1
         now_ns = self._queue.now_ns
         waiting, pool, decodes = self._waiting, self.pool, self._decodes
@@ -172,10 +174,12 @@ class Instance:
         for sequence in self._kept:
             if sequence.is_for_peer:
                 held += sequence.num_blocks
-        oldest_ns = min(waiting[0].added_ns, now_ns) if waiting else now_ns
-        progress = max(0, decodes.grown_to - decodes.steps) * decodes.num_seqs
+        oldest_ns = waiting[0].added_ns if waiting else now_ns
+        progress = 0
+        if decodes.grown_to > decodes.steps:
+            progress = (decodes.grown_to - decodes.steps) * decodes.num_seqs
         return LoadReport(
-            instance_id=self.spec.instance_id,
+            instance_id=self._instance_id,
             epoch=self.epoch,
             seq=self._report_no,
             at_ns=now_ns,

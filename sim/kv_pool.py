@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from itertools import islice
 
 from isthmus.common.ids import BlockHash
 from isthmus.common.kv_events import BlocksRemoved, BlocksStored, KvEvent
@@ -41,7 +42,7 @@ class KvPool:
         """Leading blocks of ``hashes`` that are here, ``limit`` at most."""
         refs, idle = self._refs, self._idle
         depth = 0
-        for block_hash in hashes[:limit]:
+        for block_hash in islice(hashes, limit):
             if block_hash not in refs and block_hash not in idle:
                 break
             depth += 1
