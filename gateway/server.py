@@ -10,12 +10,15 @@ from contextlib import contextmanager
 
 import uvicorn
 from fastapi import FastAPI
+from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from isthmus.common.errors import ConfigError
 from isthmus.common.logging import RateLimitedLog, get_logger
 
 BACKLOG = 2048
 KEEP_ALIVE_S = 75
+MAX_REQUEST_LINE = 65_536  # of which that much is waited for before it is parsed as it is
 
 
 def bind_socket(host: str, port: int, unread_ms: int) -> socket.socket:
@@ -60,6 +63,36 @@ class _ServerLog(logging.Handler):
             self._limited.warning(str(record.msg), record.getMessage())
 
 
+class _HttpProtocol(HttpToolsProtocol):
+    """uvicorn's fast one, for clients of HTTP/1.1. It sends every stream in chunks, which older
+    clients take for a part of the answer: whoever begins with a request of HTTP/1.0 is given to
+    uvicorn's other one, for which the end of the connection is the end of such an answer."""
+
+    _begun = b""
+    _is_known = False
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_known:
+            super().data_received(data)
+            return
+        self._begun += data
+        line, line_end, _ = self._begun.partition(b"\n")
+        if not line_end and len(line) < MAX_REQUEST_LINE:
+            return
+        self._is_known, begun, self._begun = True, self._begun, b""
+        if line.rstrip(b"\r").endswith(b" HTTP/1.0"):
+            self._hand_over(begun)
+        else:
+            super().data_received(begun)
+
+    def _hand_over(self, begun: bytes) -> None:
+        self.connections.discard(self)
+        older = H11Protocol(self.config, self.server_state, self.app_state, self.loop)
+        older.connection_made(self.transport)
+        self.transport.set_protocol(older)
+        older.data_received(begun)
+
+
 class HttpServer(uvicorn.Server):
     """Ends when ``should_exit`` is set; open streams then have ``drain_s`` to finish."""
 
@@ -69,7 +102,7 @@ class HttpServer(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
-                http="httptools",
+                http=_HttpProtocol,
                 lifespan="off",
                 log_config=None,
                 access_log=False,

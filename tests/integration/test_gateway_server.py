@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from structlog.testing import capture_logs
 
 from isthmus.gateway.routes.completions import POSTS
 from tests.support.fake_decode import FakeDecode
-from tests.support.gateway_server import running_gateway
+from tests.support.gateway_server import RunningGateway, running_gateway
 
 
 @pytest.mark.asyncio
@@ -47,3 +48,36 @@ async def test_the_short_way_to_generation_is_for_posts_to_its_paths_only(tmp_pa
         assert (await client.post("/v1/completions", json=body)).json()["choices"][0][
             "text"
         ] == "hi"
+
+
+async def raw_answer(gateway: RunningGateway, version: str, *, is_streamed: bool) -> bytes:
+    """To a request that arrives in two pieces, until the connection ends."""
+    host, _, port = gateway.url.removeprefix("http://").partition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    body = json.dumps({"model": "tiny", "prompt": "x", "stream": is_streamed}).encode()
+    head = f"POST /v1/completions HTTP/{version}\r\ncontent-length: {len(body)}\r\n"
+    head += "host: x\r\nconnection: close\r\n\r\n"
+    whole = head.encode() + body
+    writer.write(whole[:30])
+    await writer.drain()
+    writer.write(whole[30:])
+    answer = await asyncio.wait_for(reader.read(), 60)
+    writer.close()
+    await writer.wait_closed()
+    return answer
+
+
+@pytest.mark.asyncio
+async def test_a_stream_to_a_client_of_http_1_0_ends_with_its_connection(tmp_path: Path) -> None:
+    async with running_gateway(tmp_path, [FakeDecode()]) as gateway:
+        head, _, body = (await raw_answer(gateway, "1.0", is_streamed=True)).partition(b"\r\n\r\n")
+        assert b" 200 " in head
+        assert b"transfer-encoding" not in head.lower()
+        assert b"connection: close" in head.lower()
+        events = body.split(b"\n\n")
+        assert all(event.startswith(b"data: ") for event in events[:-1])
+        assert events[-2:] == [b"data: [DONE]", b""]
+        newer = await raw_answer(gateway, "1.1", is_streamed=True)
+        assert b"transfer-encoding: chunked" in newer
+        whole = await raw_answer(gateway, "1.0", is_streamed=False)
+        assert json.loads(whole.partition(b"\r\n\r\n")[2])["choices"][0]["text"] == "hi"
