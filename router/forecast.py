@@ -50,6 +50,7 @@ class Ask:
     now_ns: int
     spares_residents: bool = True
     last: LastServed | None = None
+    left_alone: InstanceId | None = None  # whose room is kept for another query
 
 
 @dataclass(slots=True)
@@ -158,6 +159,8 @@ def forecast(
         _humble(table, remote, local, pairs[count:], is_special=is_special)
         handoff_ms = least(remote.usable(remote.ttft))
     needed = num_tokens // table.decodes.block_size + 1 - blocks[count:]
+    if ask.left_alone is not None and table.row_of.get(ask.left_alone, -1) >= count:
+        needed[table.row_of[ask.left_alone] - count] = NEVER
     decode = _decodes(table, query, local, ask, chunks[count:], needed, handoff_ms, now_ms)
     forced: Bools | None = None
     if table.decodes.has_mixed or least(local.uncached) < min_remote_tokens:
@@ -282,6 +285,22 @@ def keeps_local(found: Forecast) -> Bools:
 def least(column: Floats) -> float:
     """Infinite of nothing. Half of what ``column.min()`` costs."""
     return column.item(column.argmin()) if column.size else NEVER
+
+
+def nearest_room(table: PairTable, query: RouteQuery) -> tuple[float, InstanceId] | None:
+    """Which decode instance lacks the fewest blocks for it, and how many; None when it is too long
+    for all that may be chosen."""
+    columns, local, count = table.decodes, table.local, table.num_prefills
+    is_fit = local.is_usable & (query.num_prompt_tokens <= local.longest)
+    for instance_id in query.exclude:
+        if table.row_of.get(instance_id, -1) >= count:
+            is_fit[table.row_of[instance_id] - count] = False
+    if not is_fit.any():
+        return None
+    lacks = query.num_prompt_tokens // columns.block_size + 1 - columns.room
+    lacks = np.where(is_fit, lacks, NEVER)
+    row = int(lacks.argmin())
+    return lacks.item(row), columns.views[row].instance_id
 
 
 def most_ratio(target_ms: float | None, floor_ms: float) -> float:

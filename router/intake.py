@@ -25,7 +25,7 @@ from isthmus.common.errors import (
     IsthmusError,
     SloShedError,
 )
-from isthmus.common.ids import RequestId
+from isthmus.common.ids import InstanceId, RequestId
 from isthmus.common.types import RouteAction, RouteDecision
 from isthmus.router.goodput import DECODE_FULL
 from isthmus.router.holding import HeldQuery, HoldingQueue, Lane
@@ -52,7 +52,10 @@ class Places(Protocol):
         is_on_time: bool = True,
         is_aged: bool = False,
         is_last_chance: bool = False,
+        left_alone: InstanceId | None = None,
     ) -> Look | None: ...
+
+    def nearest_room(self, query: RouteQuery, now_ns: int) -> InstanceId | None: ...
 
     def num_news(self, now_ns: int) -> int: ...
 
@@ -89,6 +92,15 @@ class Pool:
         return self.started_ms * exp(-age_ms / SPEED_MEMORY_MS)
 
 
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A decode instance that is left alone until there is room for one query on it that has waited
+    long: else those behind it take each block that would make that room. All others are theirs."""
+
+    request_id: RequestId
+    instance_id: InstanceId
+
+
 class Intake:
     """Owns the queue. ``commit`` books a decision; ``refuse`` notes a refusal, and finds out why
     nobody can take a query when it is given no error."""
@@ -107,6 +119,7 @@ class Intake:
         self._refuse = refuse
         self._ageing_ns = int(ageing_ms * NS_PER_MS)
         self._pools: dict[str, Pool] = {}
+        self._kept: dict[str, Kept] = {}  # by model
         self._next_tick_ns: int | None = None
         self._untold: list[Settled] = []  # of a tick that broke off
 
@@ -247,6 +260,7 @@ class Intake:
                 is_on_time=is_on_time,
                 is_aged=is_aged and not is_on_time,
                 is_last_chance=_is_last_chance(held, now_ns),
+                left_alone=self._kept_from(held),
             )
             if look is None:
                 self._give_up(held, None, now_ns, settled)
@@ -262,13 +276,33 @@ class Intake:
                 self._remember(model, look)
                 held.obstacle = look.weighed.obstacle
                 if is_aged and held.obstacle == DECODE_FULL:
-                    break  # else those behind it take each block that would make room for it
+                    self._keep_room(held, now_ns)
+                    continue  # with a look each time, as reports of room are no news
                 again_ms = LOOK_AGAIN_MS
                 if look.weighed.ready_ms > 0:
                     again_ms = min(again_ms, max(1.0, look.weighed.ready_ms))
                 wait_ms = min(wait_ms, again_ms)
                 held.news, held.looks_ns = news, now_ns + int(again_ms * NS_PER_MS)
         return wait_ms
+
+    def _kept_from(self, held: HeldQuery) -> InstanceId | None:
+        kept = self._kept.get(held.query.model)
+        if kept is None or kept.request_id == held.query.request_id:
+            return None
+        if kept.request_id not in self._queue:
+            del self._kept[held.query.model]
+            return None
+        return kept.instance_id
+
+    def _keep_room(self, held: HeldQuery, now_ns: int) -> None:
+        """For one query of a model at a time: the next one's turn comes when this one has gone."""
+        model, request_id = held.query.model, held.query.request_id
+        kept = self._kept.get(model)
+        if kept is not None and kept.request_id != request_id:
+            return
+        instance_id = self._places.nearest_room(held.query, now_ns)
+        if instance_id is not None:  # it lacks less and less, so this does not swing to and fro
+            self._kept[model] = Kept(request_id, instance_id)
 
     def _admitted(
         self, query: RouteQuery, look: Look, action: RouteAction, now_ns: int

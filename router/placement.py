@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from isthmus.common.clock import NS_PER_MS, Clock
 from isthmus.common.ids import InstanceId
-from isthmus.router.forecast import NEVER, Ask
+from isthmus.router.forecast import NEVER, Ask, nearest_room
 from isthmus.router.goodput import DECODE_FULL, GoodputPolicy, Weighed
 from isthmus.router.knowledge import Knowledge
 from isthmus.router.prices import Stage
@@ -68,12 +68,14 @@ class Placement:
         is_on_time: bool = True,
         is_aged: bool = False,
         is_last_chance: bool = False,
+        left_alone: InstanceId | None = None,
     ) -> Look | None:
         """None when no instance could take it at all.
 
         ``is_on_time`` False: its targets are lost or it has none. ``is_aged``: it has waited so
         long that it may slow others down. ``is_last_chance``: it is lost otherwise, so that it will
-        more likely than not keep its targets is enough.
+        more likely than not keep its targets is enough. ``left_alone``: a decode instance that it
+        may not use.
         """
         self.refresh(now_ns)
         tables = self._table.of_model(query.model)
@@ -83,6 +85,8 @@ class Placement:
         ask = self._ask(query, elapsed_ms, now_ns, is_on_time=is_on_time, is_aged=is_aged)
         if is_last_chance:
             ask = replace(ask, quantile=min(0.5, ask.quantile))
+        if left_alone is not None:
+            ask = replace(ask, left_alone=left_alone)
         prices = self._knowledge.prices.current
         now_ms = now_ns / NS_PER_MS
 
@@ -113,6 +117,14 @@ class Placement:
             least_ttft_ms,
             least_tpot_ms,
         )
+
+    def nearest_room(self, query: RouteQuery, now_ns: int) -> InstanceId | None:
+        """The decode instance that lacks the least for ``query``, of those that are large enough;
+        None when none is."""
+        self.refresh(now_ns)
+        tables = self._table.of_model(query.model)
+        found = [room for table in tables if (room := nearest_room(table, query)) is not None]
+        return min(found)[1] if found else None
 
     def refresh(self, now_ns: int) -> None:
         """Brings the columns up to date."""

@@ -156,6 +156,65 @@ def test_prompt_with_much_kv_gets_its_turn_when_it_has_waited_long() -> None:
     cluster.check()
 
 
+def test_others_go_where_no_room_is_kept_for_one_that_has_waited_long() -> None:
+    cluster = cluster_of(ageing_ms=1_000)
+    cluster.join("d1", Role.DECODE)
+
+    def crowded(**free: int) -> None:
+        cluster.report("p0")
+        for name, free_blocks in free.items():
+            cluster.report(
+                name, running_seqs=4, running_context_tokens=4_000, free_blocks=free_blocks
+            )
+
+    def small(name: str) -> str:
+        """Where it goes; it ends at once."""
+        cluster.router.submit(ask(cluster, name, 100))
+        [settled] = cluster.router.tick()
+        assert settled.request_id == name
+        assert isinstance(settled.verdict, Admitted)
+        decision = settled.verdict.decision
+        assert decision.decode is not None
+        cluster.router.report(decision.decision_id, Outcome.cancelled())
+        return decision.decode.instance_id
+
+    crowded(d0=80, d1=100)
+    assert isinstance(cluster.router.submit(ask(cluster, "much", 3_000)), Held)
+    cluster.clock.advance_ms(200)
+    crowded(d0=80, d1=100)
+    assert {small(f"young-{number}") for number in range(4)} == {"d0", "d1"}
+    cluster.clock.advance_ms(1_000)
+    crowded(d0=80, d1=100)
+    assert cluster.router.tick() == []
+    assert {small(f"old-{number}") for number in range(4)} == {"d0"}, "d1 lacks less"
+    cluster.router.state.stream_broken(InstanceId("d1"), 1, "reset")
+    cluster.clock.advance_ms(200)
+    crowded(d0=80)
+    assert cluster.router.tick() == []
+    assert isinstance(cluster.router.submit(ask(cluster, "behind", 100)), Held)
+    assert cluster.router.tick() == [], "room is kept on the only one that is left"
+    crowded(d0=900)
+    assert cluster.router.tick()[0].request_id == "much"
+    cluster.check()
+
+
+def test_room_is_kept_for_nobody_who_has_left() -> None:
+    cluster = cluster_of(ageing_ms=1_000)
+    cluster.report("d0", running_seqs=4, running_context_tokens=4_000, free_blocks=100)
+    assert isinstance(cluster.router.submit(ask(cluster, "much", 3_000)), Held)
+    cluster.clock.advance_ms(1_200)
+    cluster.report("p0")
+    cluster.report("d0", running_seqs=4, running_context_tokens=4_000, free_blocks=100)
+    assert cluster.router.tick() == []
+    assert isinstance(cluster.router.submit(ask(cluster, "behind", 100)), Held)
+    assert cluster.router.tick() == []
+    assert cluster.router.cancel(RequestId("much"))
+    cluster.clock.advance_ms(200)
+    cluster.report("d0", running_seqs=4, running_context_tokens=4_000, free_blocks=100)
+    assert [settled.request_id for settled in cluster.router.tick()] == ["behind"]
+    cluster.check()
+
+
 def test_prices_count_nobody_twice_and_no_request_for_its_size(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

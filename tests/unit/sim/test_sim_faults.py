@@ -71,6 +71,19 @@ def test_an_instance_that_came_back_is_one_in_the_utilisation() -> None:
     assert use.utilisation == pytest.approx(busy_ns / cluster.since_start_ns)
 
 
+def test_a_dead_instance_is_paid_for_all_the_same() -> None:
+    cluster = make_cluster(
+        make_spec("m0", Role.MIXED, num_gpus=4), make_spec("m1", Role.MIXED, num_gpus=2)
+    )
+    cluster.offer([make_request(0), make_request(1, at_ms=3_000)])
+    cluster.queue.at(START_NS + 1_000 * MS, lambda _: cluster.kill(InstanceId("m0")))
+    cluster.run()
+    report = make_report("one left", cluster)
+    assert (report.num_instances, report.num_gpus) == (2, 6)
+    assert (report.roles["mixed"].num_instances, report.roles["mixed"].num_gpus) == (2, 6)
+    assert report.goodput_per_gpu == report.total.goodput / 6 > 0
+
+
 def test_without_anybody_to_serve_it_a_request_waits_as_long_as_the_gateway_would() -> None:
     cluster = make_cluster(make_spec("m0", Role.MIXED), instance_wait_ms=2_000)
     cluster.kill(InstanceId("m0"))
