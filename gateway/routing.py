@@ -14,6 +14,7 @@ from isthmus.common.config import ClusterConfig
 from isthmus.common.registry import Registry
 from isthmus.gateway.decider import Decider, EmbeddedDecider
 from isthmus.gateway.remote_router import RemoteDecider
+from isthmus.router.explain_host import ExplainHost
 from isthmus.router.feed import ClusterFeed
 from isthmus.router.host import RouterHost
 from isthmus.router.router import Router
@@ -32,7 +33,7 @@ class Routing:
 
     def __init__(self, args: RoutingArgs, registry: Registry) -> None:
         config, clock = args.config, SystemClock()
-        self._host: RouterHost | None = None
+        self._host: RouterHost | ExplainHost
         self._remote: RemoteDecider | None = None
         self.decider: Decider
         if config.has_router_processes:
@@ -42,10 +43,12 @@ class Routing:
             gateway_id = f"{args.gateway_id}.{secrets.token_hex(4)}"
             self._remote = RemoteDecider(registry, config.name, gateway_id, self.router, clock)
             self.decider = self._remote
+            self._host = ExplainHost(self.router, registry, config, args.gateway_id)
         else:
             self.router = Router(config.router, clock, tenant_weights=config.tenant_weights)
-            self._host = RouterHost(self.router, registry, config, args.gateway_id, clock)
-            self.decider = EmbeddedDecider(self.router, self._host.driver)
+            host = RouterHost(self.router, registry, config, args.gateway_id, clock)
+            self._host = host
+            self.decider = EmbeddedDecider(self.router, host.driver)
         self._feed = ClusterFeed(
             registry,
             config.name,
@@ -56,14 +59,12 @@ class Routing:
 
     async def start(self) -> None:
         self._feed.start()
-        if self._host is not None:
-            await self._host.start()
+        await self._host.start()
         if self._remote is not None:
             self._remote.start()
 
     async def close(self) -> None:
-        if self._host is not None:
-            await self._host.close()
+        await self._host.close()
         if self._remote is not None:
             await self._remote.close()
         await self._feed.close()

@@ -1,4 +1,4 @@
-"""Asks routers what they know of a request: for the command line."""
+"""Asks whoever decides what they know of a request: for the command line."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import grpc.aio
 
 from isthmus.common.errors import IsthmusError
-from isthmus.common.registry import Registry, routers_prefix
+from isthmus.common.registry import Registry, deciders_prefix, routers_prefix
 from isthmus.common.registry.routers import RouterRecord
 from isthmus.common.rpc import create_channel, error_from_rpc
 from isthmus.protos.v1 import router_pb2, router_pb2_grpc
@@ -18,19 +18,23 @@ from isthmus.router.wire import record_from_pb
 CALL_TIMEOUT_S = 3.0
 
 
-async def find_routers(registry: Registry, cluster: str) -> list[RouterRecord]:
-    """Those that show themselves now. Raises IsthmusError without a registry."""
-    entries = await registry.get(routers_prefix(cluster))
-    records = (RouterRecord.decode(entry.value) for entry in entries)
+async def find_deciders(registry: Registry, cluster: str) -> list[RouterRecord]:
+    """Routers that show themselves now, and gateways that decide by themselves while none leads.
+
+    Raises IsthmusError without a registry.
+    """
+    prefixes = routers_prefix(cluster), deciders_prefix(cluster)
+    found = await asyncio.gather(*(registry.get(prefix) for prefix in prefixes))
+    records = (RouterRecord.decode(entry.value) for entries in found for entry in entries)
     return [record for record in records if record is not None]
 
 
-async def explain(routers: Iterable[RouterRecord], request_id: str) -> list[DecisionRecord]:
+async def explain(deciders: Iterable[RouterRecord], request_id: str) -> list[DecisionRecord]:
     """What all of them know, oldest first: who leads now may not have decided then.
 
     Raises IsthmusError when none of them answers.
     """
-    asked = [_ask(router, request_id) for router in routers]
+    asked = [_ask(router, request_id) for router in deciders]
     answers = await asyncio.gather(*asked, return_exceptions=True)
     found: list[DecisionRecord] = []
     failure: IsthmusError | None = None

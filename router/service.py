@@ -33,13 +33,24 @@ if TYPE_CHECKING:
     Context = grpc.aio.ServicerContext[Any, Any]
 
 
-class RouterServicer(router_pb2_grpc.RouterServiceServicer):
+class ExplainServicer(router_pb2_grpc.RouterServiceServicer):
+    """Of the service's calls the one that everybody answers who decides anything."""
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+
+    async def Explain(self, request: pb.ExplainRequest, context: Context) -> pb.ExplainResponse:
+        records = self._router.log.of_request(request.request_id)
+        return pb.ExplainResponse(explanations=[record_to_pb(record) for record in records])
+
+
+class RouterServicer(ExplainServicer):
     """``leads``: set while decisions are this router's to make. ``name`` is for its refusals."""
 
     def __init__(
         self, router: Router, driver: RouterDriver, name: str, leads: asyncio.Event
     ) -> None:
-        self._router = router
+        super().__init__(router)
         self._driver = driver
         self._name = name
         self._leads = leads
@@ -82,10 +93,6 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             if gateway_id:
                 self.open.stream_ends(gateway_id)
         return pb.ReportOutcomeResponse()
-
-    async def Explain(self, request: pb.ExplainRequest, context: Context) -> pb.ExplainResponse:
-        records = self._router.log.of_request(request.request_id)
-        return pb.ExplainResponse(explanations=[record_to_pb(record) for record in records])
 
     async def Beat(self, request: pb.BeatRequest, context: Context) -> pb.BeatResponse:
         return pb.BeatResponse()

@@ -16,7 +16,7 @@ from isthmus.common.timeline import SPANS, spans_of
 from isthmus.common.types import Slo
 from isthmus.router.explain import DecisionRecord
 from isthmus.router.explain_client import explain as ask_routers
-from isthmus.router.explain_client import find_routers
+from isthmus.router.explain_client import find_deciders
 
 MS_PER_S = 1000
 
@@ -45,7 +45,7 @@ def explain(
 async def _records(registry_address: str, cluster: str, request_id: str) -> list[DecisionRecord]:
     registry = EmbeddedRegistryClient(registry_address)
     try:
-        return await ask_routers(await find_routers(registry, cluster), request_id)
+        return await ask_routers(await find_deciders(registry, cluster), request_id)
     finally:
         await registry.close()
 

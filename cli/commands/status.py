@@ -13,6 +13,7 @@ from isthmus.cli.options import DEFAULT_CLUSTER, ClusterName, Output, StateDir, 
 from isthmus.cli.output import OutputFormat, print_json, print_table, stdout, table
 from isthmus.common.cluster import InstanceInfo
 from isthmus.common.ids import InstanceId
+from isthmus.controlplane.actuators.base import ProcessKind
 from isthmus.controlplane.client import ClusterStatus, InstanceStatus, cluster_status
 from isthmus.router.pairing import pairing_problems
 
@@ -50,6 +51,8 @@ def status(
     stdout.print(f"gateway  {escape(cluster.gateway_url)}  {health}")
     if len(cluster.front) > 1:
         print_table(front_table(cluster))
+    if is_leaderless(cluster):
+        stdout.print("no router leads: every gateway decides by itself, least loaded first")
     print_table(instance_table(cluster))
     for item in cluster.instances:
         if item.info is not None and item.info.kv_layout.tp_size > 1:
@@ -63,6 +66,12 @@ def status(
     for ended_name, reason in ended.items():
         if reason:
             stdout.print(f"{ended_name} last ended: {escape(reason)}")
+
+
+def is_leaderless(cluster: ClusterStatus) -> bool:
+    """Routers are processes of their own, and none of them leads."""
+    routers = [item for item in cluster.front if item.kind == ProcessKind.ROUTER.value]
+    return bool(routers) and not any(item.is_leading for item in routers)
 
 
 def describe_ranks(info: InstanceInfo) -> str:

@@ -107,3 +107,8 @@ def leader_key(cluster: str, what: str) -> str:
 
 def routers_prefix(cluster: str) -> str:
     return f"/isthmus/{cluster}/routers/"
+
+
+def deciders_prefix(cluster: str) -> str:
+    """Of gateways that decide by themselves while no router leads, and can be asked why."""
+    return f"/isthmus/{cluster}/deciders/"

@@ -11,6 +11,7 @@ import pytest
 import pytest_asyncio
 
 from isthmus.common import metrics
+from isthmus.common.config import ClusterConfig
 from isthmus.common.errors import (
     CapacityError,
     DeadlineError,
@@ -20,14 +21,16 @@ from isthmus.common.errors import (
     NoInstanceError,
 )
 from isthmus.common.ids import InstanceId
-from isthmus.common.registry import Candidate, MemoryRegistry
+from isthmus.common.registry import Candidate, MemoryRegistry, deciders_prefix
 from isthmus.common.registry.base import Listing
+from isthmus.common.registry.presence import Presence
 from isthmus.common.types import RouteDecision
 from isthmus.gateway import pulse
 from isthmus.gateway.remote_router import RemoteDecider
 from isthmus.protos.v1 import router_pb2 as pb
 from isthmus.router import Held, Outcome, OutcomeKind, RouteQuery, Verdict, service
-from isthmus.router.explain_client import explain, find_routers
+from isthmus.router.explain_client import explain, find_deciders
+from isthmus.router.explain_host import ExplainHost
 from isthmus.router.wire import query_to_pb
 from tests.support.poll import poll_until
 from tests.support.router_cluster import make_query
@@ -419,7 +422,7 @@ async def test_every_router_explains_what_it_decided(registry: MemoryRegistry) -
     first.router.route(make_query(name="abc-0.0"))
     second.router.route(make_query(name="abc-0.1"))
     await poll_until(lambda: len(registry._list("/isthmus/isthmus/routers/")) == 2, timeout_s=20)
-    routers = await find_routers(registry, "isthmus")
+    routers = await find_deciders(registry, "isthmus")
     assert {router.router_id for router in routers} == {"router-0", "router-1"}
     records = await explain(routers, "abc")
     assert {record.request_id for record in records} == {"abc-0.0", "abc-0.1"}
@@ -427,3 +430,36 @@ async def test_every_router_explains_what_it_decided(registry: MemoryRegistry) -
     assert [record.request_id for record in await explain(routers, "abc")] == ["abc-0.0"]
     await second.host.close()
     await first.host.close()
+
+
+@pytest.mark.asyncio
+async def test_a_gateway_explains_what_it_decided_by_itself(registry: MemoryRegistry) -> None:
+    async with remote_decider(registry) as decider:
+        host = ExplainHost(decider._own, registry, ClusterConfig(), "gateway-0")
+        await host.start()
+        asker = Asker()
+        decider.ask(make_query(name="alone-0.0"), asker, may_wait=True)
+        decision = await asker.answer()
+        decider.report(decision.decision_id, Outcome.finished(5.0))
+        prefix = deciders_prefix("isthmus")
+        await poll_until(lambda: len(registry._list(prefix)) == 1, timeout_s=20)
+        [record] = await explain(await find_deciders(registry, "isthmus"), "alone")
+        assert record.decision is not None
+        assert record.decision.policy.startswith("least_loaded")
+        assert record.outcomes == [OutcomeKind.FINISHED]
+        await host.close()
+        assert not registry._list(prefix)
+
+
+@pytest.mark.asyncio
+async def test_who_is_forgotten_by_the_registry_shows_itself_again(
+    registry: MemoryRegistry,
+) -> None:
+    presence = Presence(registry, "/here", b"me", lease_ms=300)
+    presence.start()
+    await poll_until(lambda: len(registry._list("/here")) == 1, timeout_s=20)
+    await registry.revoke_lease(presence._lease_id)
+    assert not registry._list("/here")
+    await poll_until(lambda: len(registry._list("/here")) == 1, timeout_s=20)
+    await presence.close()
+    assert not registry._list("/here")
