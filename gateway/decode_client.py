@@ -43,6 +43,7 @@ from isthmus.protos.v1 import decode_pb2_grpc
 
 FIRST_BACKOFF_S = 0.1
 LAST_BACKOFF_S = 1.0
+CONNECT_S = 10.0  # until who is there but says nothing is taken for out of reach
 
 
 class GenerationEnd:
@@ -229,7 +230,8 @@ class _Stream:
         call = stub.Generate()
         writer = asyncio.get_running_loop().create_task(self._write(call))
         try:
-            await call.wait_for_connection()
+            async with asyncio.timeout(CONNECT_S):
+                await call.wait_for_connection()
             self.is_live, self._is_broken = True, False
             while True:
                 response = await call.read()
@@ -237,6 +239,8 @@ class _Stream:
                     return "closed its stream"
                 self._last_message_ns = self._clock.monotonic_ns()
                 self._dispatch(response)
+        except TimeoutError:
+            return "could not be reached in time"
         except grpc.aio.AioRpcError as error:
             told = error_from_rpc(error, peer=self.ref.instance_id, stage="decode")
             is_typed = not isinstance(told, InstanceLostError)

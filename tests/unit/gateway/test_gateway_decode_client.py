@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Sequence
 
 import pytest
@@ -20,6 +21,7 @@ from isthmus.common.types import (
     SamplingParams,
     TokenLogprob,
 )
+from isthmus.gateway import decode_client
 from isthmus.gateway.decode_client import DecodeClient, GenerationEnd
 from tests.support.fake_decode import FakeDecode, Script
 from tests.support.poll import poll_until
@@ -170,3 +172,20 @@ async def test_an_aborted_request_hears_nothing_more(fake: FakeDecode) -> None:
     assert not sink.is_done
     await client.close()
     await fake.kill()
+
+
+@pytest.mark.asyncio
+async def test_requests_do_not_wait_for_one_that_takes_connections_and_says_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(decode_client, "CONNECT_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        ref = InstanceRef(InstanceId("mute"), 1, f"127.0.0.1:{mute.getsockname()[1]}")
+        client, sink = DecodeClient(SystemClock()), RecordingSink()
+        client.follow([ref])
+        client.submit(request("r"), decision(ref), sink)
+        await poll_until(lambda: sink.is_done, timeout_s=20)
+        assert isinstance(sink.error, InstanceLostError)
+        assert "in time" in sink.error.message
+        assert sink.blamed == "mute"
+        await client.close()
