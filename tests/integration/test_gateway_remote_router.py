@@ -11,6 +11,7 @@ import pytest
 import pytest_asyncio
 
 from isthmus.common import metrics
+from isthmus.common.clock import NS_PER_MS, VirtualClock
 from isthmus.common.config import ClusterConfig
 from isthmus.common.errors import (
     CapacityError,
@@ -21,7 +22,7 @@ from isthmus.common.errors import (
     NoInstanceError,
 )
 from isthmus.common.ids import InstanceId
-from isthmus.common.registry import Candidate, MemoryRegistry, deciders_prefix
+from isthmus.common.registry import Candidate, MemoryRegistry, deciders_prefix, election
 from isthmus.common.registry.base import Listing
 from isthmus.common.registry.presence import Presence
 from isthmus.common.types import RouteDecision
@@ -37,6 +38,7 @@ from tests.support.router_cluster import make_query
 from tests.support.routers import PATIENCE_S, Asker, HostedRouter, remote_decider, running_registry
 
 OWN_POLICY = "fallback_least_loaded"
+EXPIRY_PERIOD_MS = 100  # between two looks of a registry at its leases
 
 
 @pytest_asyncio.fixture
@@ -297,6 +299,35 @@ async def test_a_standby_takes_over_with_the_questions_that_wait(
         assert second.router.log.get(decision.decision_id) is not None
     await second.host.close()
     await first.host.close()
+
+
+@pytest.mark.asyncio
+async def test_two_seconds_after_a_leader_died_gateways_ask_the_standby() -> None:
+    """On the registry's clock: what else it takes are events, one after the other."""
+    clock = VirtualClock(1)
+    registry = MemoryRegistry(clock)  # nothing expires but by the hand of this test
+    first = await HostedRouter(registry, "router-0").start()
+    await first.leads()
+    second = await HostedRouter(registry, "router-1").start()
+    async with remote_decider(registry) as decider:
+        await poll_until(lambda: decider.leader == first.record)
+        await first.die()
+        candidate = second.host._candidate
+        assert candidate is not None
+
+        def is_renewed() -> bool:
+            lease = registry._leases[candidate._lease_id]
+            return lease.expires_ns == clock.monotonic_ns() + lease.ttl_ns
+
+        for step_ms in (0.9 * election.LEASE_MS, 0.1 * election.LEASE_MS + EXPIRY_PERIOD_MS):
+            await poll_until(is_renewed, timeout_s=60)
+            assert decider.leader == first.record, "its lease has not ended"
+            clock.advance_ms(step_ms)
+            registry.expire_leases()
+        await poll_until(lambda: decider.leader == second.record, timeout_s=60)
+        assert clock.monotonic_ns() <= 2_000 * NS_PER_MS
+    registry.close()
+    await second.host.close()
 
 
 @pytest.mark.asyncio
