@@ -103,7 +103,9 @@ class _Hashes:
             return ()
         if self._is_wrong:
             raise ConfigError(self._problem, stage="workload")
-        chain = [block_hash for block in call.blocks for block_hash in self._of_block(block)]
+        chain: list[BlockHash] = []
+        for block in call.blocks:
+            chain += self._of_block(block)
         return tuple(chain[: call.num_prompt_tokens // self._block_size])
 
     def _of_block(self, block: int) -> Sequence[BlockHash]:
