@@ -22,6 +22,7 @@ from isthmus.sim.events import EventQueue
 from isthmus.sim.kv_pool import KvPool
 from isthmus.sim.listener import Listener
 from isthmus.sim.sequence import SeqState, SimSequence
+from isthmus.sim.sequence_blocks import give_back, publish, try_take
 from isthmus.sim.spec import InstanceSpec
 from isthmus.sim.step_counts import StepCounts
 from isthmus.sim.step_model import Leap
@@ -108,7 +109,7 @@ class Instance:
     def let_go(self, sequence: SimSequence) -> None:
         """A held sequence's KV has been sent."""
         del self._kept[sequence]
-        self._free(sequence)
+        give_back(self.pool, sequence)
         sequence.move_to(SeqState.ENDED)
         self._freed()
 
@@ -130,7 +131,7 @@ class Instance:
             self._waiting.remove(sequence)
         elif state is SeqState.RESERVING:
             self._reserving.remove(sequence)
-        self._free(sequence)
+        give_back(self.pool, sequence)
         sequence.move_to(SeqState.ENDED)
         self._freed()
 
@@ -353,7 +354,7 @@ class Instance:
             return None
         sequence = self._waiting[0]
         keep_free = self.spec.watermark_blocks if self._running else 0
-        if not self._take_blocks(sequence, keep_free):
+        if not try_take(self.pool, sequence, keep_free):
             return None
         self._waiting.popleft()
         sequence.move_to(SeqState.PREFILLING)
@@ -405,7 +406,7 @@ class Instance:
     def _end(self, sequence: SimSequence) -> None:
         """One that runs."""
         self._leave(sequence)
-        self._free(sequence)
+        give_back(self.pool, sequence)
         sequence.move_to(SeqState.ENDED)
 
     def _drop_aborting(self) -> None:
@@ -419,35 +420,13 @@ class Instance:
 
     def _send_back(self, sequence: SimSequence) -> None:
         """To the head of the line, without blocks."""
-        self._free(sequence)
+        give_back(self.pool, sequence)
         sequence.num_computed = 0
         sequence.move_to(SeqState.WAITING)
         self._waiting.appendleft(sequence)
         self.num_preempted += 1
 
     # --- blocks --------------------------------------------------------------------------------
-
-    def _take_blocks(self, sequence: SimSequence, keep_free: int) -> bool:
-        """All blocks of its tokens, the cached prefix first."""
-        pool = self.pool
-        num_tokens = sequence.num_tokens
-        hits = pool.match(sequence.hashes, (num_tokens - 1) // pool.block_size)
-        prefix = list(sequence.hashes[:hits])
-        needed = pool.blocks_for(num_tokens)
-        if not pool.try_take(prefix, needed, keep_free):
-            return False
-        sequence.refs = prefix
-        sequence.num_blocks = needed
-        sequence.num_computed = hits * pool.block_size
-        if not sequence.num_generated:
-            sequence.num_cached = sequence.num_computed
-        return True
-
-    def _free(self, sequence: SimSequence) -> None:
-        if sequence.num_blocks:
-            self.pool.release(sequence.refs, sequence.num_blocks - len(sequence.refs))
-            sequence.refs = []
-            sequence.num_blocks = 0
 
     def _freed(self) -> None:
         """Blocks came free between steps."""
@@ -463,7 +442,7 @@ class Instance:
             return
         wanted = sum([self.pool.blocks_for(s.num_tokens) for s in self._waiting])
         keep_free = wanted + self.spec.watermark_blocks
-        while self._reserving and self._take_blocks(self._reserving[0], keep_free):
+        while self._reserving and try_take(self.pool, self._reserving[0], keep_free):
             sequence = self._reserving.popleft()
             sequence.move_to(SeqState.RESERVED)
             self._kept[sequence] = None
@@ -474,11 +453,8 @@ class Instance:
                 self._timer.cut_short()
 
     def _publish(self, sequence: SimSequence) -> None:
-        """Full blocks that are computed enter the prefix cache."""
-        full = sequence.num_computed // self.spec.block_size
-        known = len(sequence.refs)
-        if sequence.hashes and full > known and self.spec.has_prefix_cache:
-            sequence.refs += self.pool.publish(sequence.hashes[known:full])
+        if self.spec.has_prefix_cache:
+            publish(self.pool, sequence)
 
     def _tell_cache(self) -> None:
         events = self.pool.take_events()

@@ -142,7 +142,7 @@ def test_kv_that_moves_while_later_chunks_are_computed_is_counted_too() -> None:
     cluster.offer([make_request(0, prompt=150)])
     cluster.run()
     assert not cluster.records[0].is_local
-    assert cluster.num_kv_bytes == 150 * 4_096
+    assert cluster.handovers.num_bytes == 150 * 4_096
     check_over(cluster)
 
 
@@ -150,7 +150,7 @@ def test_an_output_of_one_token_moves_no_kv() -> None:
     cluster = make_cluster(make_spec("p0", Role.PREFILL), make_spec("d0", Role.DECODE), **QUIET)
     cluster.offer([make_request(0, output=1)])
     cluster.run()
-    assert cluster.num_kv_bytes == 0
+    assert cluster.handovers.num_bytes == 0
     assert cluster.records[0].end is RequestEnd.FINISHED
     check_over(cluster)
 
