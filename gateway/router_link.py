@@ -12,6 +12,7 @@ import grpc.aio
 
 from isthmus.common.backoff import Backoff
 from isthmus.common.errors import InstanceLostError
+from isthmus.common.logging import get_logger
 from isthmus.common.registry.routers import RouterRecord
 from isthmus.common.rpc import create_channel, error_from_rpc
 from isthmus.common.types import RouteDecision
@@ -23,6 +24,7 @@ from isthmus.protos.v1 import router_pb2_grpc
 MAX_OUTCOMES = 10_000
 _NO_SIGN = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED})
 ReplyT = TypeVar("ReplyT")
+_log = get_logger("router_link")
 if TYPE_CHECKING:
     OutcomeCall = grpc.aio.StreamUnaryCall[pb.ReportOutcomeRequest, pb.ReportOutcomeResponse]
 
@@ -46,6 +48,8 @@ class RouterLink:
             loop.create_task(self._send(), name="router-outcomes"),
             loop.create_task(self._pulse.run(), name="router-pulse"),
         ]
+        for task in self._tasks:
+            task.add_done_callback(_tell_if_broken)
 
     @property
     def is_silent(self) -> bool:
@@ -80,6 +84,8 @@ class RouterLink:
             await self._stub.Beat(pb.BeatRequest(), timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
             return error.code() not in _NO_SIGN  # an older version, say, does not know the call
+        except grpc.aio.UsageError:  # the channel was closed meanwhile
+            return False
         return True
 
     async def _reply(self, call: Awaitable[ReplyT]) -> ReplyT:
@@ -118,3 +124,9 @@ class RouterLink:
                     self._next = await self._outcomes.get()
                 await call.write(self._next)
                 self._next = None
+
+
+def _tell_if_broken(task: asyncio.Task[None]) -> None:
+    """They end only when closed; anything else is a bug that must not stay silent."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        _log.error("the link to a router broke", exc_info=error)
