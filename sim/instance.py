@@ -12,7 +12,6 @@ is counted by ``decode_batch``.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 
 from isthmus.common.clock import NS_PER_MS
@@ -20,6 +19,7 @@ from isthmus.common.cluster import LoadReport
 from isthmus.sim.decode_batch import DecodeBatch
 from isthmus.sim.events import EventQueue
 from isthmus.sim.kv_pool import KvPool
+from isthmus.sim.line import Line
 from isthmus.sim.listener import Listener
 from isthmus.sim.sequence import SeqState, SimSequence
 from isthmus.sim.sequence_blocks import give_back, publish, try_take
@@ -52,10 +52,11 @@ class Instance:
         self._noise = noise
         self._instance_id = spec.instance_id
         self._model = spec.model
-        self._reserving: deque[SimSequence] = deque()
-        self._waiting: deque[SimSequence] = deque()
-        self._arrived: deque[SimSequence] = deque()
+        self._reserving = Line(spec.block_size)
+        self._waiting = Line(spec.block_size)
+        self._arrived = Line(spec.block_size)
         self._kept: dict[SimSequence, None] = {}  # RESERVED and HELD
+        self._held_blocks = 0  # of the latter
         self._running: dict[SimSequence, None] = {}  # oldest first
         self._prefilling: dict[SimSequence, None] = {}  # of the running
         self._num_aborting = 0  # of the running
@@ -97,7 +98,7 @@ class Instance:
 
     def arrived(self, sequence: SimSequence) -> None:
         """The KV of a reserved sequence is there, and its first token."""
-        del self._kept[sequence]
+        self._let_out(sequence)
         sequence.move_to(SeqState.ARRIVED)
         sequence.num_generated += 1
         sequence.num_computed = sequence.num_tokens - 1
@@ -108,7 +109,7 @@ class Instance:
 
     def let_go(self, sequence: SimSequence) -> None:
         """A held sequence's KV has been sent."""
-        del self._kept[sequence]
+        self._let_out(sequence)
         give_back(self.pool, sequence)
         sequence.move_to(SeqState.ENDED)
         self._freed()
@@ -124,7 +125,7 @@ class Instance:
             self._timer.cut_short()
             return
         if state in (SeqState.RESERVED, SeqState.HELD):
-            del self._kept[sequence]
+            self._let_out(sequence)
         elif state is SeqState.ARRIVED:
             self._arrived.remove(sequence)
         elif state is SeqState.WAITING:
@@ -151,6 +152,7 @@ class Instance:
             part.clear()
         for line in (self._arrived, self._waiting, self._reserving):
             line.clear()
+        self._held_blocks = 0
         decodes.clear()
         self.pool.clear()
         return lost
@@ -162,20 +164,12 @@ class Instance:
         self._report_no += 1
         now_ns = self._queue.now_ns
         waiting, pool, decodes = self._waiting, self.pool, self._decodes
-        waiting_tokens = computed = held = 0
-        for sequence in waiting:
-            waiting_tokens += sequence.num_left
+        waiting_tokens = waiting.num_tokens + self._reserving.num_tokens
+        computed = self._arrived.num_tokens - len(self._arrived)
         for sequence in self._prefilling:
             waiting_tokens += sequence.num_left
             computed += sequence.num_computed
-        for sequence in self._reserving:
-            waiting_tokens += sequence.num_tokens
-        for sequence in self._arrived:
-            computed += sequence.num_computed
-        for sequence in self._kept:
-            if sequence.is_for_peer:
-                held += sequence.num_blocks
-        oldest_ns = waiting[0].added_ns if waiting else now_ns
+        oldest_ns = waiting.head.added_ns if waiting.head is not None else now_ns
         progress = 0
         if decodes.grown_to > decodes.steps:
             progress = (decodes.grown_to - decodes.steps) * decodes.num_seqs
@@ -191,7 +185,7 @@ class Instance:
             running_context_tokens=decodes.context + progress + computed,
             num_blocks=pool.num_blocks,
             free_blocks=pool.free,
-            held_blocks=held,
+            held_blocks=self._held_blocks,
             cached_blocks=pool.num_cached,
             step_ms=self._step_ms,
             steps=self.num_steps,
@@ -203,6 +197,9 @@ class Instance:
         """AssertionError when counts disagree with the sequences. Between steps or in a leap."""
         self._catch_up()
         self.pool.check_integrity()
+        for line in (self._waiting, self._reserving, self._arrived):
+            line.check_integrity()
+        assert self._held_blocks == sum(s.num_blocks for s in self._kept if s.is_for_peer)
         running = self._running
         self._decodes.check_integrity(s for s in running if s.state is SeqState.DECODING)
         assert self._num_aborting == sum(s.is_aborting for s in running)
@@ -322,6 +319,7 @@ class Instance:
             del self._running[sequence]
             sequence.move_to(SeqState.HELD)
             self._kept[sequence] = None
+            self._held_blocks += sequence.num_blocks
             self._listener.sampled(sequence)
             return
         self._listener.sampled(sequence)
@@ -334,14 +332,16 @@ class Instance:
     def _enter_all_arrived(self) -> None:
         """Before chunks of prompts; the last place goes to the older of the two lines' heads."""
         room = min(self.spec.max_num_batched_tokens, self.spec.max_num_seqs) - len(self._running)
-        while self._arrived and room > (1 if self._is_waiting_first() else 0):
+        while self._arrived.head is not None and room > (1 if self._is_waiting_first() else 0):
             if self._enter_arrived() is None:
                 return
             room -= 1
 
     def _is_waiting_first(self) -> bool:
-        waiting, arrived = self._waiting, self._arrived
-        return bool(waiting) and (not arrived or waiting[0].added_ns <= arrived[0].added_ns)
+        waiting, arrived = self._waiting.head, self._arrived.head
+        if waiting is None:
+            return False
+        return arrived is None or waiting.added_ns <= arrived.added_ns
 
     def _enter_next(self) -> SimSequence | None:
         """The older of the two lines' heads, or the other one when that does not fit."""
@@ -350,13 +350,13 @@ class Instance:
         return self._enter_arrived() or self._enter_waiting()
 
     def _enter_waiting(self) -> SimSequence | None:
-        if not self._waiting:
+        sequence = self._waiting.head
+        if sequence is None:
             return None
-        sequence = self._waiting[0]
         keep_free = self.spec.watermark_blocks if self._running else 0
         if not try_take(self.pool, sequence, keep_free):
             return None
-        self._waiting.popleft()
+        self._waiting.pop_head()
         sequence.move_to(SeqState.PREFILLING)
         sequence.started_ns = self._queue.now_ns
         self._running[sequence] = None
@@ -364,20 +364,20 @@ class Instance:
         return sequence
 
     def _enter_arrived(self) -> SimSequence | None:
-        if not self._arrived:
+        sequence = self._arrived.head
+        if sequence is None:
             return None
-        sequence = self._arrived[0]
         needed = self.pool.blocks_for(sequence.num_tokens) - sequence.num_blocks
         if needed > self.pool.free:
             if self._running:
                 return None
             # Nobody will free blocks for it: it gives its own back and computes them again later.
-            self._arrived.popleft()
+            self._arrived.pop_head()
             self._send_back(sequence)
             return None
         self.pool.grow(needed)
         sequence.num_blocks += needed
-        self._arrived.popleft()
+        self._arrived.pop_head()
         self._running[sequence] = None
         self._join(sequence)
         return sequence
@@ -413,6 +413,12 @@ class Instance:
         for sequence in [s for s in self._running if s.is_aborting]:
             self._end(sequence)
 
+    def _let_out(self, sequence: SimSequence) -> None:
+        """One that was kept for another instance, or for KV from one."""
+        del self._kept[sequence]
+        if sequence.is_for_peer:
+            self._held_blocks -= sequence.num_blocks
+
     def _preempt_youngest(self) -> None:
         victim = next(reversed(self._running))
         self._leave(victim)
@@ -423,7 +429,7 @@ class Instance:
         give_back(self.pool, sequence)
         sequence.num_computed = 0
         sequence.move_to(SeqState.WAITING)
-        self._waiting.appendleft(sequence)
+        self._waiting.append_first(sequence)
         self.num_preempted += 1
 
     # --- blocks --------------------------------------------------------------------------------
@@ -440,10 +446,11 @@ class Instance:
         """Reservations in line, as far as there are blocks that the waiting do not want."""
         if not self._reserving:
             return
-        wanted = sum([self.pool.blocks_for(s.num_tokens) for s in self._waiting])
-        keep_free = wanted + self.spec.watermark_blocks
-        while self._reserving and try_take(self.pool, self._reserving[0], keep_free):
-            sequence = self._reserving.popleft()
+        keep_free = self._waiting.num_blocks + self.spec.watermark_blocks
+        while (sequence := self._reserving.head) is not None:
+            if not try_take(self.pool, sequence, keep_free):
+                break
+            self._reserving.pop_head()
             sequence.move_to(SeqState.RESERVED)
             self._kept[sequence] = None
             self._listener.reserved(sequence)
