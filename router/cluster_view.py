@@ -159,7 +159,9 @@ class ClusterView:
         view.load_at_ns = now_ns
         view.learned.observe(report.totals)
         view.reported_work_ms = reported_work_ms(view.latency, report)
-        view.link_bytes_per_ms = {link.target_id: link.bytes_per_s / 1000 for link in report.links}
+        if report.links or view.link_bytes_per_ms:
+            rates = {link.target_id: link.bytes_per_s / 1000 for link in report.links}
+            view.link_bytes_per_ms = rates
         view.is_suspect = False
         return view
 

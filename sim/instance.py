@@ -77,7 +77,7 @@ class Instance:
 
     @property
     def num_sequences(self) -> int:
-        lines = len(self._waiting) + len(self._reserving) + len(self._arrived)
+        lines = self._waiting.num_seqs + self._reserving.num_seqs + self._arrived.num_seqs
         return lines + len(self._kept) + len(self._running)
 
     def submit(self, sequence: SimSequence) -> None:
@@ -164,12 +164,14 @@ class Instance:
         self._report_no += 1
         now_ns = self._queue.now_ns
         waiting, pool, decodes = self._waiting, self.pool, self._decodes
-        waiting_tokens = waiting.num_tokens + self._reserving.num_tokens
-        computed = self._arrived.num_tokens - len(self._arrived)
+        reserving, arrived = self._reserving, self._arrived
+        waiting_tokens = waiting.num_tokens + reserving.num_tokens
+        computed = arrived.num_tokens - arrived.num_seqs
         for sequence in self._prefilling:
             waiting_tokens += sequence.num_left
             computed += sequence.num_computed
-        oldest_ns = waiting.head.added_ns if waiting.head is not None else now_ns
+        head = waiting.head
+        oldest_ns = head.added_ns if head is not None else now_ns
         progress = 0
         if decodes.grown_to > decodes.steps:
             progress = (decodes.grown_to - decodes.steps) * decodes.num_seqs
@@ -178,10 +180,10 @@ class Instance:
             epoch=self.epoch,
             seq=self._report_no,
             at_ns=now_ns,
-            waiting_seqs=len(waiting) + len(self._reserving),
+            waiting_seqs=waiting.num_seqs + reserving.num_seqs,
             waiting_tokens=waiting_tokens,
             oldest_wait_ms=(now_ns - oldest_ns) / NS_PER_MS,
-            running_seqs=len(self._running) + len(self._arrived),
+            running_seqs=len(self._running) + arrived.num_seqs,
             running_context_tokens=decodes.context + progress + computed,
             num_blocks=pool.num_blocks,
             free_blocks=pool.free,
@@ -190,7 +192,7 @@ class Instance:
             step_ms=self._step_ms,
             steps=self.num_steps,
             totals=self._counts.totals,
-            prompt_seqs=len(waiting) + len(self._prefilling),
+            prompt_seqs=waiting.num_seqs + len(self._prefilling),
         )
 
     def check_integrity(self) -> None:
@@ -444,7 +446,7 @@ class Instance:
 
     def _grant(self) -> None:
         """Reservations in line, as far as there are blocks that the waiting do not want."""
-        if not self._reserving:
+        if not self._reserving.num_seqs:
             return
         keep_free = self._waiting.num_blocks + self.spec.watermark_blocks
         while (sequence := self._reserving.head) is not None:

@@ -15,20 +15,18 @@ class Line:
     """Nobody in it gains or loses a token. ``num_blocks`` hold all of ``num_tokens``."""
 
     def __init__(self, block_size: int) -> None:
+        self.num_seqs = 0
         self.num_tokens = 0
         self.num_blocks = 0
         self._block_size = block_size
         self._queue: deque[SimSequence] = deque()
-
-    def __len__(self) -> int:
-        return len(self._queue)
 
     def __iter__(self) -> Iterator[SimSequence]:
         return iter(self._queue)
 
     @property
     def head(self) -> SimSequence | None:
-        return self._queue[0] if self._queue else None
+        return self._queue[0] if self.num_seqs else None
 
     def append(self, sequence: SimSequence) -> None:
         self._queue.append(sequence)
@@ -49,14 +47,16 @@ class Line:
 
     def clear(self) -> None:
         self._queue.clear()
-        self.num_tokens = self.num_blocks = 0
+        self.num_seqs = self.num_tokens = self.num_blocks = 0
 
     def check_integrity(self) -> None:
         """AssertionError when the sums are not those of who is there."""
+        assert self.num_seqs == len(self._queue)
         assert self.num_tokens == sum(s.num_tokens for s in self._queue)
         assert self.num_blocks == sum(-(-s.num_tokens // self._block_size) for s in self._queue)
 
     def _count(self, sequence: SimSequence, sign: int) -> None:
         num_tokens = sequence.num_tokens
+        self.num_seqs += sign
         self.num_tokens += sign * num_tokens
         self.num_blocks += sign * -(-num_tokens // self._block_size)
