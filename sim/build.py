@@ -14,7 +14,8 @@ from isthmus.common.cluster import Role
 from isthmus.common.errors import ConfigError
 from isthmus.common.ids import InstanceId
 from isthmus.common.profile import read_profile
-from isthmus.sim.cluster import START_NS, ClusterSettings, SimCluster
+from isthmus.sim.cluster import ClusterSettings, SimCluster
+from isthmus.sim.flight import START_NS
 from isthmus.sim.profiles import MODEL_SIZES, kv_tokens, read_distserve, read_splitwise
 from isthmus.sim.requests import Clients, SimRequest, make_requests
 from isthmus.sim.scenario import FaultPart, PoolPart, Scenario

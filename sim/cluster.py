@@ -253,7 +253,9 @@ class SimCluster:
 
     def _instance(self, ref: InstanceRef | None) -> SimInstance | None:
         """Who is there; None for another epoch."""
-        instance = self.instances.get(ref.instance_id) if ref is not None else None
+        if ref is None:
+            return None
+        instance = self.instances.get(ref.instance_id)
         return instance if instance is not None and instance.epoch == ref.epoch else None
 
     # --- Listener: what instances tell ---------------------------------------------------------

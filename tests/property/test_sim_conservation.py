@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from isthmus.common.cluster import Role
 from isthmus.common.ids import InstanceId
-from isthmus.sim.cluster import START_NS, SimCluster
+from isthmus.sim.cluster import SimCluster
+from isthmus.sim.flight import START_NS
 from isthmus.sim.records import RequestEnd
 from isthmus.sim.requests import SimRequest
 from isthmus.sim.step_model import DecodeLine, Leap, StepModel

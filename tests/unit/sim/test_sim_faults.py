@@ -7,7 +7,7 @@ import pytest
 from isthmus.common.cluster import Role
 from isthmus.common.ids import InstanceId
 from isthmus.common.types import Slo
-from isthmus.sim.cluster import START_NS
+from isthmus.sim.flight import START_NS
 from isthmus.sim.records import RequestEnd
 from isthmus.sim.report import make_report
 from tests.support.sim_runs import MS, check_over, make_cluster, make_request, make_spec

@@ -16,7 +16,8 @@ import pytest
 
 from isthmus.common.cluster import LoadReport, Role
 from isthmus.common.ids import InstanceId
-from isthmus.sim.cluster import START_NS, SimCluster
+from isthmus.sim.cluster import SimCluster
+from isthmus.sim.flight import START_NS
 from isthmus.sim.requests import SimRequest
 from isthmus.sim.spec import Batching, InstanceSpec
 from tests.support.sim_runs import MS, chain, make_cluster, make_request, make_spec
