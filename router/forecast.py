@@ -20,8 +20,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from isthmus.router.columns import Bools, Floats, PromptColumns
 from isthmus.common.ids import InstanceId
+from isthmus.router.columns import Bools, Floats, PromptColumns
 from isthmus.router.quantiles import FLOOR_MS, Residuals
 from isthmus.router.sessions import LastServed
 from isthmus.router.table import Holders, PairTable
