@@ -292,7 +292,7 @@ def nearest_room(table: PairTable, query: RouteQuery) -> tuple[float, InstanceId
     """Which decode instance lacks the fewest blocks for it, and how many; None when it is too long
     for all that may be chosen."""
     columns, local, count = table.decodes, table.local, table.num_prefills
-    is_fit = local.is_usable & (query.num_prompt_tokens <= local.longest)
+    is_fit = (local.barred == 0.0) & (query.num_prompt_tokens <= local.longest)
     for instance_id in query.exclude:
         if table.row_of.get(instance_id, -1) >= count:
             is_fit[table.row_of[instance_id] - count] = False
