@@ -80,6 +80,11 @@ async def test_only_a_connector_with_a_peer_has_a_thread_and_all_are_closed() ->
     assert [outcome for _, outcome, _ in sweep.ended] == [Outcome.DONE]
     assert (drivers.num_open_writes, drivers.open_bytes) == (0, 0)
     assert (target == memory).all()
+    await drivers.remove_peer(name, TIMEOUT_S)
+    assert drivers.bytes_per_s(name) is None
+    drivers.submit(Write(name, (CopyOp(0, 0, 64),), b"n", 2**62, Owner()))  # it came too late
+    sweep = await drivers.sweep(TIMEOUT_S)
+    assert [outcome for _, outcome, _ in sweep.ended] == [Outcome.NOT_POSTED]
     assert await drivers.close(TIMEOUT_S)
     assert all(connector.is_closed for connector in connectors)
     peer.close()
