@@ -10,7 +10,7 @@ HERE = Path(__file__).resolve().parent
 NAMES = (
     "kernels", "limit", "engine", "pair", "idle", "goodput",
     "router", "overhead", "storm", "identity", "kernel_resources",
-    "tensor_parallel", "layerwise", "simulator", "kv_dtype",
+    "tensor_parallel", "layerwise", "simulator", "kv_dtype", "frontends",
 )  # fmt: skip
 
 

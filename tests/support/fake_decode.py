@@ -107,7 +107,7 @@ class FakeDecode:
         self._server = create_server()
         decode_pb2_grpc.add_DecodeServiceServicer_to_server(_DecodeServicer(self), self._server)
         instance_pb2_grpc.add_InstanceServiceServicer_to_server(
-            _InstanceServicer(self), self._server
+            InstanceServicer(self), self._server
         )
         host, _, port = self.address.rpartition(":")
         self.address = await bind(self._server, host or "127.0.0.1", int(port or 0))
@@ -212,7 +212,7 @@ class _DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         answers.put_nowait(decode_pb2.GenerateResponse(finished=[finished]))
 
 
-class _InstanceServicer(instance_pb2_grpc.InstanceServiceServicer):
+class InstanceServicer(instance_pb2_grpc.InstanceServiceServicer):
     def __init__(self, fake: FakeDecode) -> None:
         self._fake = fake
 
