@@ -93,6 +93,9 @@ class InstanceInfo:
     version: str = ""
     rank_pids: tuple[int, ...] = ()  # of all ranks, the leader's first
     zone: str = ""  # rack, rail group or zone: KV travels faster inside one
+    fetch_min_tokens: int = 0
+    """A prefill instance asks the decode instance for so many tokens of a prompt's KV, or more,
+    that it lacks and the other has; 0 = never."""
 
     @property
     def ref(self) -> InstanceRef:

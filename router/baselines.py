@@ -63,7 +63,7 @@ def _pair(
     reason = local_prefill_reason(decode, bool(prefills), pool.min_remote_tokens)
     if reason is not None:
         return Candidate(decode, pool.local(decode), reason, float(place))
-    prefill = min(prefills, key=prefill_key)
+    prefill = pool.fetched(decode, min(prefills, key=prefill_key))
     return Candidate(decode, prefill, LocalPrefillReason.NONE, float(place))
 
 

@@ -117,9 +117,12 @@ class _Candidates:
             reason = local_prefill_reason(decode, has_prefill, self._min_remote)
             prefill = _option(table.local, self._forecast.local, column)
             return Candidate(decode, prefill, reason or LocalPrefillReason.POLICY, cost)
-        remote = self._prefills.get(row)
-        if remote is None:
-            remote = self._prefills[row] = _option(table.prefills, self._forecast.remote, row)
+        if column in self._forecast.fetched:
+            remote = _option(table.prefills, self._forecast.fetched[column], row)
+            return Candidate(decode, remote, LocalPrefillReason.NONE, cost)
+        known = self._prefills.get(row)
+        remote = known or _option(table.prefills, self._forecast.remote, row)
+        self._prefills[row] = remote
         return Candidate(decode, remote, LocalPrefillReason.NONE, cost)
 
     def _decode(self, column: int) -> DecodeOption:

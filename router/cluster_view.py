@@ -71,6 +71,21 @@ class InstanceView:
         """As fitted at boot and corrected by measured steps since."""
         return self.learned.model
 
+    def prefill_ms(self, uncached: int, cached: int) -> float:
+        """Of a prompt in steps of its own, by the model alone."""
+        model = self.learned.model
+        return (
+            model.prefill_base * -(-uncached // self.info.max_num_batched_tokens)
+            + model.prefill_token * uncached
+            + model.prefill_pair * uncached * (cached + uncached / 2)
+        )
+
+    def fetch_min_tokens(self, key: CompatKey) -> float:
+        """Tokens that a decode instance with ``key`` has and this one lacks, from which on it
+        fetches their KV; infinite where it never does."""
+        least, is_alike = self.info.fetch_min_tokens, self.key[-1] == key[-1]  # of one dtype
+        return least if least and is_alike else float("inf")
+
     def take_prompt(self, prefill_ms: float, now_ns: int) -> None:
         """A prompt was sent here to be computed beside decodes, which it will hold up."""
         age_ms = (now_ns - self.prompt_at_ns) / NS_PER_MS

@@ -1,6 +1,12 @@
 """What serving a query would cost, in milliseconds of an instance, for each pair and each instance.
 
-    λp · (prefill · speed + wait) + λd · KV share · ô · TPOT + λl · transfer + what residents lose
+    λp · (prefill · speed + wait + line) + λd · KV share · ô · TPOT + λl · transfer
+        + worth · (own chance to miss the TPOT target + residents that miss theirs for it)
+
+``line``: what the prefill pool needs for all who wait for it, since whoever takes it makes them
+wait; ``worth``: what one request more takes of that pool (``Press``). Answers with a TPOT target
+are packed, as far as they keep it, so that decode instances stay free for prompts when many come at
+once: on one that is free an answer costs ``HOST`` of its time.
 
 ``speed`` makes a second of a slow instance cheaper than one of a fast one, so that requests that
 can wait leave the fast ones to those that cannot; of equal costs the tighter fit wins. The gap
@@ -15,26 +21,26 @@ from __future__ import annotations
 import numpy as np
 
 from isthmus.router.columns import Floats
-from isthmus.router.forecast import Forecast, least
+from isthmus.router.forecast import Forecast, PromptForecast, least
 from isthmus.router.links import SETUP_MS
 from isthmus.router.prices import Prices
 
 GAP_FACTOR = 3.0  # second-token gap, in TPOT targets …
 GAP_PENALTY = 2.0  # … and what each millisecond beyond counts: how fast a link is may be a guess
 OVERLAP = 0.9  # share of the prefill during which KV already travels
-LOCAL_PENALTY = 1.5  # a decode instance that computes a prompt does nothing else
-BALANCE = 0.1  # what a second of the query's own decoding counts where targets are met anyway
+HOST = 0.5  # of the answer's time, on a decode instance that could compute prompts instead
+BALANCE = 0.1  # the same, on any, of an answer without a target, which is better spread
 TIGHTNESS = 0.02
 
 
-def prefill_costs(found: Forecast, prices: Prices) -> Floats:
+def prefill_costs(found: Forecast, prices: Prices, remote: PromptForecast) -> Floats:
     """[prefills]: a pair's, of the prefill instance alone."""
-    remote = found.remote
     if found.ask.ttft_ms is None:
         costs: Floats = remote.ttft + (prices.prefill - 1.0) * remote.prefill
     else:
         costs = remote.prefill * found.table.speed
         costs += remote.wait
+        costs += found.ask.press.line_ms
         costs *= prices.prefill
         costs -= TIGHTNESS * remote.ttft
     _favour(costs, found, 0)
@@ -52,8 +58,10 @@ def decode_costs(found: Forecast, prices: Prices) -> Floats:
         share += 1.0
     else:
         share *= prices.decode
-        share += BALANCE
+        share += BALANCE if ask.tpot_ms is None else HOST * (found.table.decodes.seqs < 1.0)
     own *= share
+    if found.decode.own_missed is not None:
+        own += ask.press.worth_ms * found.decode.own_missed
     _favour(own, found, found.table.num_prefills)
     return own
 
@@ -91,6 +99,22 @@ def pair_costs(found: Forecast, prices: Prices, own: Floats, rest: Floats) -> Fl
     return costs
 
 
+def fetched_costs(found: Forecast, prices: Prices, column: int, own: Floats, rest: float) -> Floats:
+    """[prefills]: as ``pair_costs``, of pairs with the decode instance of ``column``, from which KV
+    is fetched."""
+    table, ask = found.table, found.ask
+    uncached = found.local.uncached.item(column)
+    travel = uncached * table.decodes.token_bytes.item(column) / table.rates[:, column]
+    last = np.minimum(table.prefills.budget / max(uncached, 1.0), 1.0)
+    hidden = OVERLAP * found.fetched[column].prefill
+    exposed = SETUP_MS + np.maximum(travel - hidden, travel * last)
+    costs: Floats = own + rest + prices.link * exposed
+    if ask.tpot_ms is not None:
+        late = exposed + (found.decode.quantile.item(column) - GAP_FACTOR * ask.tpot_ms)
+        costs += GAP_PENALTY * np.maximum(late, 0.0)
+    return costs
+
+
 def _exposed_ms(found: Forecast, scratch: list[Floats]) -> Floats:
     """Of the transfer, after the prefill. [prefills, decodes], or [decodes] where it is the same
     from all prefill instances."""
@@ -121,20 +145,15 @@ def _exposed_ms(found: Forecast, scratch: list[Floats]) -> Floats:
     return exposed
 
 
-def local_costs(found: Forecast, prices: Prices, rest: Floats) -> Floats:
+def local_costs(found: Forecast, prices: Prices, rest: Floats, missed: Floats) -> Floats:
     """[decodes], with ``decode_costs``. A local prefill takes its whole length from each of the
-    instance's sequences."""
+    instance's sequences, of which a share misses its target for it (``residents_missed``)."""
     ask, columns, local = found.ask, found.table.decodes, found.local
     if ask.ttft_ms is None:
         costs: Floats = rest + local.ttft + local.prefill * (1.0 + columns.seqs) * prices.decode
         return costs
-    slack = np.maximum(columns.tightest - found.decode.quantile, 1e-3)
-    missed = local.prefill / max(1, ask.output_tokens)
-    missed /= slack
-    np.minimum(missed, 1.0, out=missed)
-    np.maximum(missed, columns.is_free, out=missed)
-    total = LOCAL_PENALTY * local.prefill + local.wait
-    total += columns.seqs * local.prefill * missed
+    total = local.prefill + local.wait
+    total += columns.seqs * missed * np.maximum(local.prefill, ask.press.worth_ms)
     total *= prices.decode
     total += rest
     return total
@@ -142,4 +161,4 @@ def local_costs(found: Forecast, prices: Prices, rest: Floats) -> Floats:
 
 def least_local_cost(found: Forecast, prices: Prices, rest: Floats) -> float:
     """None of ``local_costs`` is less, of a query with a TTFT target."""
-    return prices.decode * (LOCAL_PENALTY * least(found.local.prefill)) + least(rest)
+    return prices.decode * least(found.local.prefill) + least(rest)

@@ -16,19 +16,34 @@ written to.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from isthmus.common.ids import InstanceId
 from isthmus.router.columns import Bools, Floats, PromptColumns
+from isthmus.router.links import SETUP_MS
 from isthmus.router.quantiles import FLOOR_MS, Residuals
 from isthmus.router.sessions import LastServed
 from isthmus.router.table import Holders, PairTable
 from isthmus.router.types import RouteQuery
 
+MAX_HOLDERS = 4  # decode instances that a prompt's KV may be fetched from, for one decision
 MAX_SHARE = 0.9
 NEVER = float("inf")
+
+
+@dataclass(frozen=True, slots=True)
+class Press:
+    """``line_ms``: how long the prefill instances need for all who wait for them in time;
+    ``worth_ms``: what one of those takes of them on average, which is what another one is worth."""
+
+    line_ms: float = 0.0
+    worth_ms: float = 0.0
+
+
+NO_PRESS = Press()
 
 
 @dataclass(slots=True)
@@ -37,7 +52,8 @@ class Ask:
 
     ``ttft_ms``: its TTFT target (None = none that can be met), of which ``left_ms`` are left;
     ``remote``, ``local``, ``tpot``: how wrong predictions of a remote prefill, a local one and of
-    decode steps are; ``last``: where its session's last turn was served.
+    decode steps are; ``share_below``: share of answers with fewer tokens than each of an array;
+    ``last``: where its session's last turn was served.
     """
 
     output_tokens: int
@@ -49,6 +65,8 @@ class Ask:
     local: Residuals
     tpot: Residuals
     now_ns: int
+    share_below: Callable[[Floats], Floats]
+    press: Press
     spares_residents: bool = True
     last: LastServed | None = None
     left_alone: InstanceId | None = None  # whose room is kept for another query
@@ -88,6 +106,7 @@ class DecodeForecast:
     is_full: Bools
     is_kept: Bools  # every TPOT promise
     ratio: float  # of the quantile
+    own_missed: Floats | None  # how likely the query misses its own; None without one
     least_ms: float  # one sequence alone, where it is quickest, without corrections
 
 
@@ -103,8 +122,15 @@ class Forecast:
     remote: PromptForecast
     local: PromptForecast
     decode: DecodeForecast
+    fetched: dict[int, PromptForecast]
+    """As ``remote``, for pairs with the decode instance of this column, from which prefill
+    instances fetch KV that they lack."""
     forced_local: Bools | None  # who must compute the prompt where it is decoded; None = nobody
     least_ttft_ms: float
+
+    def prompts_for(self, column: int) -> PromptForecast:
+        """On the prefill instances, when the decode instance of ``column`` is the other leg."""
+        return self.fetched.get(column, self.remote)
 
 
 def forecast(
@@ -166,7 +192,8 @@ def forecast(
     forced: Bools | None = None
     if table.decodes.has_mixed or least(local.uncached) < min_remote_tokens:
         forced = table.decodes.is_mixed | (local.uncached < min_remote_tokens)
-    return Forecast(table, query, ask, remote, local, decode, forced, least(alone))
+    fetched = _fetched(table, query, remote, local)
+    return Forecast(table, query, ask, remote, local, decode, fetched, forced, least(alone))
 
 
 def _barred(table: PairTable, query: RouteQuery, alone: Floats) -> Floats:
@@ -181,6 +208,37 @@ def _barred(table: PairTable, query: RouteQuery, alone: Floats) -> Floats:
         if row is not None:
             barred[row] = NEVER
     return barred
+
+
+def _fetched(
+    table: PairTable, query: RouteQuery, remote: PromptForecast, local: PromptForecast
+) -> dict[int, PromptForecast]:
+    """For the few decode instances that hold most of the prompt: who could fetch it from them need
+    not compute it, after the time that it takes to come."""
+    if not table.has_fetches or not remote.num_usable or query.needs_whole_prompt:
+        return {}
+    enough = least(remote.cached + table.fetch_min)
+    holders = np.nonzero(local.cached >= enough)[0]
+    if len(holders) > MAX_HOLDERS:
+        holders = holders[local.cached[holders].argsort()[-MAX_HOLDERS:]]
+    columns, fetched = table.prefills, {}
+    for column in holders.tolist():
+        # Whole blocks of the one that fetches; a token at least is left to compute.
+        held = min(local.cached.item(column), query.num_prompt_tokens - 1)
+        blocks = held // table.prefill_blocks * table.prefill_blocks
+        missing = blocks - remote.cached
+        fetches = missing >= table.fetch_min
+        cached = np.where(fetches, blocks, remote.cached)
+        uncached = query.num_prompt_tokens - cached
+        # What comes back is as fast as what goes there.
+        travel = missing * table.decodes.token_bytes.item(column) / table.rates[:, column]
+        prefill = SETUP_MS + travel + columns.base * np.ceil(uncached / columns.budget)
+        prefill += columns.token * uncached + columns.pair * uncached * (cached + uncached / 2)
+        prefill = np.where(fetches, prefill, remote.prefill)
+        fetched[column] = replace(
+            remote, cached=cached, uncached=uncached, prefill=prefill, ttft=remote.wait + prefill
+        )
+    return fetched
 
 
 def waits(columns: PromptColumns, stale_ms: float, now_ms: float) -> Floats:
@@ -245,39 +303,67 @@ def _decodes(
     step = columns.step_ms(stay, context)
     local.prefill = local.prefill + chunks * (step - columns.base)
     local.ttft = local.wait + local.prefill
-    tpot = step
+    steady = step
+    left: Floats | None = None
     if columns.prompted:
-        tpot = step / (1.0 - np.minimum(columns.prompt_share(now_ms), MAX_SHARE))
+        steady = step / (1.0 - np.minimum(columns.prompt_share(now_ms), MAX_SHARE))
+    tpot = steady
     if local.wait.item(local.wait.argmax()) > handoff_ms:
         # What is left of prompts there at the handoff comes before the second token.
         left = np.where(local.barred == 0.0, np.maximum(local.wait - handoff_ms, 0.0), 0.0)
-        tpot = np.maximum(tpot, step + left / output)
+        tpot = np.maximum(steady, step + left / output)
     alone = columns.step_of_one_ms(query.num_prompt_tokens)
     ratio = ask.tpot.within(ask.quantile, most_ratio(ask.tpot_ms, least(alone)), ask.now_ns)
     quantile = quantile_of(tpot, ratio)
-    limit: float | Floats = NEVER if ask.tpot_ms is None else ask.tpot_ms
+    own_missed: Floats | None = None
+    late: Floats | None = None
+    limit: float | Floats = NEVER
+    if ask.tpot_ms is not None:
+        limit = ask.tpot_ms
+        own_missed = ask.tpot.share_above((ask.tpot_ms + FLOOR_MS) / (steady + FLOOR_MS))
+        if left is not None:
+            late = _missed(ask.tpot_ms - quantile_of(steady, ratio), left, ask)
+            own_missed += late
     if ask.spares_residents:
         limit = np.minimum(columns.tightest, limit)
+    is_kept: Bools = quantile <= limit
+    if late is not None:
+        is_kept &= late <= 1.0 - ask.quantile
     return DecodeForecast(
         tpot,
         quantile,
         needed > columns.room,
-        quantile <= limit,
+        is_kept,
         ratio,
+        own_missed,
         least(alone / columns.factor),
     )
 
 
-def keeps_local(found: Forecast) -> Bools:
-    """Where the TPOT promises are kept also if the prompt is computed there. However long it has
-    waited: a prompt may take minutes, and nobody joins meanwhile."""
+def residents_missed(found: Forecast) -> Floats:
+    """Share of the sequences of each decode instance that would miss their TPOT target for the
+    prompt, if it were computed there."""
+    columns = found.table.decodes
+    return _missed(columns.tightest - found.decode.quantile, found.local.prefill, found.ask)
+
+
+def _missed(slack_ms: Floats, delay_ms: Floats, ask: Ask) -> Floats:
+    """Of sequences that have ``slack_ms`` a token until their TPOT target, the share that a delay
+    of all of them makes miss it: those with too few tokens to make up for it."""
+    needed = delay_ms / np.maximum(slack_ms, 1e-3)
+    needed += 1.0
+    missed: Floats = ask.share_below(needed)
+    return missed
+
+
+def keeps_local(found: Forecast, missed: Floats) -> Bools:
+    """Where the TPOT promises are kept also if the prompt is computed there (``missed``:
+    ``residents_missed``). However long it has waited: a prompt may take minutes, and nobody joins
+    meanwhile."""
     ask, decode = found.ask, found.decode
     if not ask.spares_residents and not found.remote.num_usable:
         return decode.is_kept
-    # Each sequence there bears all of it.
-    tpot = found.local.prefill / ask.output_tokens
-    tpot += decode.tpot
-    is_kept: Bools = quantile_of(tpot, decode.ratio) <= found.table.decodes.tightest
+    is_kept: Bools = missed <= 1.0 - ask.quantile
     if ask.tpot_ms is not None:
         is_kept &= decode.quantile <= ask.tpot_ms
     return is_kept

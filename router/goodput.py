@@ -14,10 +14,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from isthmus.router.capacity import Capacity
 from isthmus.router.choice import Place, anyone, cheapest, listed
 from isthmus.router.columns import Bools, Floats, PromptColumns
 from isthmus.router.costs import (
     decode_costs,
+    fetched_costs,
     least_local_cost,
     local_costs,
     pair_costs,
@@ -27,11 +29,13 @@ from isthmus.router.forecast import (
     NEVER,
     Ask,
     Forecast,
+    PromptForecast,
     forecast,
     keeps_local,
     least,
     most_ratio,
     quantile_of,
+    residents_missed,
     waits,
 )
 from isthmus.router.policy import Candidate
@@ -94,8 +98,8 @@ class GoodputPolicy:
         if not np.count_nonzero(may_decode):
             weighed.obstacle = _obstacle(found, starts, may_decode)
             return weighed
-        own, rest = prefill_costs(found, prices), decode_costs(found, prices)
-        pairs = self._pairs(found, prices, own, rest, may_decode, ratios[0])
+        rest = decode_costs(found, prices)
+        pairs = self._pairs(found, prices, rest, may_decode, ratios[0])
         least_pair = least(pairs)
         if np.count_nonzero(starts) < len(starts):
             pairs[~starts] = NEVER
@@ -114,32 +118,40 @@ class GoodputPolicy:
         excess = waits(columns, self._stale_ms, now_ms) - columns.ahead
         return max(0.0, least(excess + columns.barred))
 
-    def least_wait_ms(self, table: PairTable, now_ms: float) -> float:
-        """Until one of the instances for prompts has nothing to do: of the prefill ones, or without
-        any of the mixed and decode ones."""
-        for columns in (table.prefills, table.local):
-            if columns.num_usable:
-                return least(waits(columns, self._stale_ms, now_ms) + columns.barred)
-        return NEVER
+    def capacity(self, table: PairTable, now_ms: float) -> Capacity:
+        """Of the prefill instances, or without any of the mixed and decode ones."""
+        if table.prefills.num_usable:
+            columns, speed = table.prefills, table.speed
+        else:
+            columns, speed = table.local, np.ones(len(table.local.views))
+        usable = columns.barred == 0.0
+        return Capacity(waits(columns, self._stale_ms, now_ms)[usable], speed[usable])
 
     def _pairs(
         self,
         found: Forecast,
         prices: Prices,
-        own: Floats,
         rest: Floats,
         may_decode: Bools,
         ratio: float,
     ) -> Floats:
         """Costs of pairs, infinite where a promise would be broken. ``ratio``: of the quantile."""
-        ask, remote = found.ask, found.remote
-        if ask.ttft_ms is not None and not remote.is_surely_within(ask.left_ms, ratio):
-            own[quantile_of(remote.ttft, ratio) > ask.left_ms] = NEVER
         if found.forced_local is not None:
             may_decode = may_decode & ~found.forced_local
         if np.count_nonzero(may_decode) < len(may_decode):
             rest = np.where(may_decode, rest, NEVER)
-        return pair_costs(found, prices, remote.usable(own), rest)
+        pairs = pair_costs(found, prices, self._own(found, prices, found.remote, ratio), rest)
+        for column, remote in found.fetched.items():
+            own = self._own(found, prices, remote, ratio)
+            pairs[:, column] = fetched_costs(found, prices, column, own, rest.item(column))
+        return pairs
+
+    @staticmethod
+    def _own(found: Forecast, prices: Prices, remote: PromptForecast, ratio: float) -> Floats:
+        own, ask = prefill_costs(found, prices, remote), found.ask
+        if ask.ttft_ms is not None and not remote.is_surely_within(ask.left_ms, ratio):
+            own[quantile_of(remote.ttft, ratio) > ask.left_ms] = NEVER
+        return remote.usable(own)
 
     def _alone(
         self,
@@ -156,11 +168,12 @@ class GoodputPolicy:
         ask, local, is_urgent = found.ask, found.local, found.ask.ttft_ms is not None
         if is_urgent and least_local_cost(found, prices, rest) > least_pair:
             return found.table.nowhere
-        may_local = may_decode & keeps_local(found)
+        missed = residents_missed(found)
+        may_local = may_decode & keeps_local(found, missed)
         may_local &= local.wait <= found.table.local.ahead
         if is_urgent and not local.is_surely_within(ask.left_ms, ratio):
             may_local &= quantile_of(local.ttft, ratio) <= ask.left_ms
-        alone = np.where(may_local, local_costs(found, prices, rest), NEVER)
+        alone = np.where(may_local, local_costs(found, prices, rest, missed), NEVER)
         if is_urgent and found.table.num_prefills:
             alone[alone > least_pair] = NEVER
         return alone
@@ -179,7 +192,10 @@ def _outlook(found: Forecast) -> tuple[Weighed, tuple[float, float]]:
     can_pair = remote.num_usable and local.num_usable
     if can_pair and found.forced_local is not None:
         can_pair = bool(((local.barred == 0.0) & ~found.forced_local).any())
-    best_remote = least(remote.usable(remote.prefill)) if can_pair else NEVER
+    best_remote = NEVER
+    if can_pair:
+        sides = (remote, *found.fetched.values())
+        best_remote = min(least(side.usable(side.prefill)) for side in sides)
     best_local = least(local.usable(local.prefill))
     work = min(best_remote, best_local)
     most = most_ratio(ask.ttft_ms, work)

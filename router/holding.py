@@ -19,13 +19,16 @@ clock of its own: every method is told the time (router's monotonic nanoseconds)
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from math import isclose
 
+import numpy as np
+
 from isthmus.common.clock import NS_PER_MS
 from isthmus.common.ids import RequestId
+from isthmus.router.capacity import Capacity
 from isthmus.router.shares import TenantShares
 from isthmus.router.shedding import NEVER_LATE, Job, leave_out
 from isthmus.router.types import RouteQuery
@@ -67,16 +70,12 @@ class _Planned:
     """For what ON_TIME was planned."""
 
     at_ns: int
-    ready_ms: float
-    num_workers: float
+    capacity: Capacity
     slack_ms: float
 
-    def slack_left_ms(self, now_ns: int, ready_ms: float, num_workers: float) -> float:
+    def slack_left_ms(self, now_ns: int, capacity: Capacity) -> float:
         """Less than none when the plan may hold no more."""
-        if num_workers < self.num_workers:
-            return -1.0
-        passed_ms = (now_ns - self.at_ns) / NS_PER_MS
-        return self.slack_ms - (passed_ms + ready_ms - self.ready_ms)
+        return self.slack_ms - self.capacity.lost_ms(capacity, (now_ns - self.at_ns) / NS_PER_MS)
 
 
 @dataclass(slots=True)
@@ -85,8 +84,9 @@ class _Line:
 
     on_time: list[HeldQuery] = field(default_factory=list)
     late_ok: list[HeldQuery] = field(default_factory=list)
-    work_ms: float = 0.0  # of all in both lanes
-    slack_ms: float = NEVER_LATE  # of ON_TIME, when it was last planned
+    work_ms: float = 0.0  # of all in both lanes …
+    on_time_ms: float = 0.0  # … and in ON_TIME
+    slack_ms: float = NEVER_LATE  # work that ON_TIME had time for, when it was last planned
     planned: _Planned | None = None  # when that left nobody out, and nobody came or went since
     debt_ms: float = 0.0  # work that LATE_OK has had beyond its share; none is saved up
 
@@ -125,6 +125,11 @@ class HoldingQueue:
         """Predicted prefill work of all who wait."""
         line = self._lines.get(model)
         return max(0.0, line.work_ms) if line is not None else 0.0
+
+    def on_time_ms(self, model: str) -> float:
+        """Predicted prefill work of those in ON_TIME."""
+        line = self._lines.get(model)
+        return max(0.0, line.on_time_ms) if line is not None else 0.0
 
     def enter(
         self,
@@ -172,16 +177,21 @@ class HoldingQueue:
         held.lane, held.latest_start_ns, held.looks_ns = Lane.LATE_OK, None, 0
         self._insert(held)
 
-    def in_order(self, model: str, now_ns: int, num_workers: float) -> Iterator[HeldQuery]:
-        """Who goes first, second, …, as things stand. ``num_workers`` share the work."""
+    def in_order(
+        self, model: str, now_ns: int, is_spare: Callable[[float], bool]
+    ) -> Iterator[HeldQuery]:
+        """Who goes first, second, …, as things stand. ``is_spare(work_ms)``: whether so much work
+        may take a worker away from who comes with a target."""
         line = self._lines.get(model)
         if line is None:
             return
         on_time, late_ok = list(line.on_time), list(line.late_ok)
-        if late_ok and self._goes_first(late_ok[0], line, now_ns, num_workers):
+        if late_ok and self._goes_first(late_ok[0], line, now_ns, is_spare):
             yield late_ok.pop(0)
         yield from on_time
-        yield from late_ok
+        for held in late_ok:
+            if is_spare(held.work_ms):
+                yield held
 
     def expired(self, now_ns: int) -> list[HeldQuery]:
         """Whose deadline has come."""
@@ -197,33 +207,38 @@ class HoldingQueue:
         return ended
 
     def left_out(
-        self, model: str, now_ns: int, ready_ms: float, num_workers: float
+        self, model: str, now_ns: int, capacity: Capacity
     ) -> list[tuple[HeldQuery, float]]:
         """Those of ON_TIME to be given up so that the others are in time, each with the work of
         the others that goes before it; nobody is moved.
 
-        ``ready_ms``: when the first of the pool's workers has done what it has.
+        What goes before a job must be done by its latest start: with all work on one machine that
+        is done with one unit in one unit, its due time is what ``capacity`` does by then, and
+        itself.
         """
         line = self._lines.get(model)
         if line is None or not line.on_time:
             return []
         if line.planned is not None:
-            slack_ms = line.planned.slack_left_ms(now_ns, ready_ms, num_workers)
+            slack_ms = line.planned.slack_left_ms(now_ns, capacity)
             if slack_ms >= 0.0:
                 line.slack_ms = slack_ms
                 return []
         factor = self.shares.factors([held.query.tenant for held in line.on_time], now_ns)
-        jobs = []
-        for held in line.on_time:
-            assert held.latest_start_ns is not None
-            share_ms = held.work_ms / num_workers
-            start_ms = (held.latest_start_ns - now_ns) / NS_PER_MS
-            weight = held.query.slo.weight * factor[held.query.tenant]
-            jobs.append(Job(start_ms + share_ms, share_ms, weight))
-        plan = leave_out(jobs, ready_ms)
+        starts = [(held.latest_start_ns or 0) - now_ns for held in line.on_time]
+        before = capacity.by(np.array(starts) / NS_PER_MS)
+        jobs = [
+            Job(
+                float(done_ms) + held.work_ms,
+                held.work_ms,
+                held.query.slo.weight * factor[held.query.tenant],
+            )
+            for held, done_ms in zip(line.on_time, before, strict=True)
+        ]
+        plan = leave_out(jobs)
         line.slack_ms = plan.slack_ms
         if not plan.left_out:
-            line.planned = _Planned(now_ns, ready_ms, num_workers, plan.slack_ms)
+            line.planned = _Planned(now_ns, capacity, plan.slack_ms)
         out, left_out, before_ms = set(plan.left_out), [], 0.0
         for place, held in enumerate(line.on_time):
             if place in out:
@@ -249,14 +264,18 @@ class HoldingQueue:
             assert line.on_time or line.late_ok, "an empty line has no entry"
             total_ms = sum(held.work_ms for held in self._all(line))
             assert isclose(line.work_ms, total_ms, rel_tol=1e-6, abs_tol=1e-3)
+            on_time_ms = sum(held.work_ms for held in line.on_time)
+            assert isclose(line.on_time_ms, on_time_ms, rel_tol=1e-6, abs_tol=1e-3)
             for lane in Lane:
                 entries = line.lane(lane)
                 assert all(held.lane is lane for held in entries)
                 assert [held.key for held in entries] == sorted(held.key for held in entries)
 
-    def _goes_first(self, head: HeldQuery, line: _Line, now_ns: int, num_workers: float) -> bool:
+    def _goes_first(
+        self, head: HeldQuery, line: _Line, now_ns: int, is_spare: Callable[[float], bool]
+    ) -> bool:
         """LATE_OK's head before ON_TIME: nobody is late for it, or it has waited too long."""
-        if not line.on_time or line.slack_ms >= head.work_ms / num_workers:
+        if (not line.on_time or line.slack_ms >= head.work_ms) and is_spare(head.work_ms):
             return True
         is_aged = now_ns - head.since_ns >= self._ageing_ns
         return is_aged and not line.debt_ms
@@ -266,6 +285,7 @@ class HoldingQueue:
         if held.lane is Lane.LATE_OK:
             held.tag = self.shares.tag(held.query.tenant, held.work_ms)
         line.work_ms += held.work_ms
+        line.on_time_ms += held.work_ms if held.lane is Lane.ON_TIME else 0.0
         line.planned = None
         insort(line.lane(held.lane), held, key=lambda item: item.key)
 
@@ -276,6 +296,7 @@ class HoldingQueue:
         assert entries[place] is held
         del entries[place]
         line.work_ms -= held.work_ms
+        line.on_time_ms -= held.work_ms if held.lane is Lane.ON_TIME else 0.0
         line.planned = None
 
     def _forget(self, held: HeldQuery) -> None:

@@ -10,7 +10,7 @@ time, returns what was settled. See ``verdict`` for the life of a query.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from math import exp
 from typing import Protocol
 
@@ -27,6 +27,9 @@ from isthmus.common.errors import (
 )
 from isthmus.common.ids import InstanceId, RequestId
 from isthmus.common.types import RouteAction, RouteDecision
+from isthmus.router.capacity import Capacity
+from isthmus.router.demand import Demand
+from isthmus.router.forecast import NO_PRESS, Press
 from isthmus.router.goodput import DECODE_FULL
 from isthmus.router.holding import HeldQuery, HoldingQueue, Lane
 from isthmus.router.placement import Look
@@ -53,6 +56,7 @@ class Places(Protocol):
         is_aged: bool = False,
         is_last_chance: bool = False,
         left_alone: InstanceId | None = None,
+        press: Press = NO_PRESS,
     ) -> Look | None: ...
 
     def nearest_room(self, query: RouteQuery, now_ns: int) -> InstanceId | None: ...
@@ -61,7 +65,7 @@ class Places(Protocol):
 
     def soonest_start_ms(self, model: str, now_ns: int) -> float: ...
 
-    def least_wait_ms(self, model: str, now_ns: int) -> float: ...
+    def capacity(self, model: str, now_ns: int) -> Capacity: ...
 
     def elapsed_ms(self, query: RouteQuery) -> float: ...
 
@@ -77,6 +81,7 @@ class Pool:
     plans_ns: int = 0  # when to look again at who must be left out
     started_ms: float = 0.0  # work, decaying
     started_at_ns: int = 0
+    demand: Demand = field(default_factory=Demand)
 
     def started(self, work_ms: float, now_ns: int) -> None:
         """One prompt occupies one worker, however long it is."""
@@ -131,7 +136,7 @@ class Intake:
         """``deadline_ns``: by the same clock as ``now_ns``."""
         if query.request_id in self._queue:
             return Rejected(_duplicate(query.request_id))
-        look = self._places.look(query, now_ns)
+        look = self._places.look(query, now_ns, press=self._press(query.model))
         if look is None:
             return self._rejected(query, None, now_ns)
         slo, weighed = query.slo, look.weighed
@@ -144,15 +149,19 @@ class Intake:
                 shed = self._shed(query, weighed.floor_quantile_ms)
                 return self._rejected(query, shed, now_ns)
             latest_ns = None
-        if latest_ns is None and slo.ttft_ms is not None:
+        pool, work_ms = self._pools[query.model], weighed.work_ms
+        if latest_ns is not None:
+            pool.demand.offered(work_ms, (latest_ns - now_ns) / NS_PER_MS, now_ns)
+        elif slo.ttft_ms is not None:
             late_look = self._places.look(query, now_ns, is_on_time=False)
             look = late_look or look
-        if not self._queue.num_held(query.model) and look.weighed.candidates:
+        may_start = latest_ns is not None or pool.demand.spares(work_ms, pool.num_workers, now_ns)
+        if not self._queue.num_held(query.model) and look.weighed.candidates and may_start:
             self._queue.shares.served(query.tenant, None, weighed.work_ms, now_ns)
             is_late = latest_ns is None and slo.ttft_ms is not None
             is_degraded = is_late or look.is_infeasible
             action = RouteAction.DEGRADE if is_degraded else RouteAction.ADMIT
-            return self._admitted(query, look, action, now_ns)
+            return self._admitted(query, look, action, now_ns, has_time=latest_ns is None)
         if self._queue.is_full:
             error = CapacityError(
                 f"{len(self._queue)} requests wait already",
@@ -205,9 +214,10 @@ class Intake:
         if pool is None or now_ns < pool.plans_ns:
             return
         pool.plans_ns = now_ns + PLAN_MS * NS_PER_MS
-        pool.ready_ms = self._places.least_wait_ms(model, now_ns)
-        speed = pool.speed(now_ns)
-        for held, before_ms in self._queue.left_out(model, now_ns, pool.ready_ms, speed):
+        capacity = self._places.capacity(model, now_ns)
+        pool.ready_ms, speed = capacity.first_ms, pool.speed(now_ns)
+        capacity = replace(capacity, helpers=max(0.0, speed - pool.num_workers))
+        for held, before_ms in self._queue.left_out(model, now_ns, capacity):
             self._places.missed(held.query, held.obstacle, now_ns)
             if held.query.slo.is_strict:
                 first_ms = held.work_ms + pool.ready_ms + before_ms / speed
@@ -230,6 +240,13 @@ class Intake:
             retry_after_ms=retry_after_ms(self._backlog_ms(query.model)),
         )
 
+    def _press(self, model: str) -> Press:
+        pool = self._pools.get(model)
+        if pool is None:
+            return NO_PRESS
+        line_ms = self._queue.on_time_ms(model) / pool.num_workers
+        return Press(line_ms, pool.demand.mean_work_ms)
+
     def _backlog_ms(self, model: str) -> float:
         pool = self._pools.get(model)
         if pool is None:
@@ -242,7 +259,11 @@ class Intake:
         """Binds in order as far as there is room; milliseconds until there may be more."""
         pool = self._pools[model]
         num_passed_over, wait_ms = 0, float(LONGEST_WAIT_MS)
-        for held in self._queue.in_order(model, now_ns, pool.num_workers):
+
+        def is_spare(work_ms: float) -> bool:
+            return pool.demand.spares(work_ms, pool.num_workers, now_ns)
+
+        for held in self._queue.in_order(model, now_ns, is_spare):
             soonest_ms = self._places.soonest_start_ms(model, now_ns)
             if 0 < soonest_ms < float("inf"):
                 return max(1.0, soonest_ms)
@@ -261,6 +282,7 @@ class Intake:
                 is_aged=is_aged and not is_on_time,
                 is_last_chance=_is_last_chance(held, now_ns),
                 left_alone=self._kept_from(held),
+                press=self._press(model),
             )
             if look is None:
                 self._give_up(held, None, now_ns, settled)
@@ -268,7 +290,7 @@ class Intake:
                 is_late = not is_on_time and held.query.slo.ttft_ms is not None
                 is_degraded = is_late or look.is_infeasible
                 action = RouteAction.DEGRADE if is_degraded else RouteAction.QUEUE
-                admitted = self._admitted(held.query, look, action, now_ns)
+                admitted = self._admitted(held.query, look, action, now_ns, has_time=not is_on_time)
                 self._queue.started(held, now_ns)
                 settled.append(Settled(held.query.request_id, admitted))
             else:
@@ -305,10 +327,14 @@ class Intake:
             self._kept[model] = Kept(request_id, instance_id)
 
     def _admitted(
-        self, query: RouteQuery, look: Look, action: RouteAction, now_ns: int
+        self, query: RouteQuery, look: Look, action: RouteAction, now_ns: int, *, has_time: bool
     ) -> Admitted:
+        """``has_time``: there is no target that it could still miss."""
         pool = self._remember(query.model, look)
         pool.started(look.weighed.work_ms, now_ns)
+        chosen = look.weighed.candidates[0]
+        if has_time and not chosen.is_local:
+            pool.demand.begun(chosen.prefill.ttft_ms, now_ns)
         return Admitted(self._commit(query, look, action, now_ns))
 
     def _rejected(self, query: RouteQuery, error: IsthmusError | None, now_ns: int) -> Rejected:

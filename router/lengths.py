@@ -12,6 +12,9 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from math import log2
 
+import numpy as np
+from numpy.typing import NDArray
+
 from isthmus.router.quantiles import bucket_of
 
 FIRST_GUESS = 128
@@ -22,6 +25,8 @@ NUM_BINS = 44  # up to 2^22 tokens
 
 Group = tuple[str, str, int]
 ANY_BUCKET = -1
+Floats = NDArray[np.float64]
+_PLACES: Floats = np.arange(NUM_BINS + 1, dtype=np.float64)
 
 
 @dataclass(slots=True)
@@ -40,6 +45,10 @@ class _Histogram:
             self.sums = [value / 2 for value in self.sums]
             self.total /= 2
 
+    def cumulative(self) -> Floats:
+        """Shares of lengths below each bin's lower end; one more than bins."""
+        return np.concatenate(([0.0], np.cumsum(self.counts))) / self.total
+
     def mean(self, limit: int) -> float:
         """Of min(length, limit). A bin that straddles the limit counts by its mean."""
         below = 0.0
@@ -53,6 +62,7 @@ class OutputLengths:
     def __init__(self) -> None:
         self._groups: OrderedDict[Group, _Histogram] = OrderedDict()
         self._cache: dict[tuple[Group, int], float] = {}
+        self._shares: dict[str, Floats] = {}  # of a model's answers, as ``_Histogram.cumulative``
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -62,6 +72,26 @@ class OutputLengths:
         for group in _groups(model, class_name, num_prompt):
             self._of(group).add(num_output)
         self._cache.clear()
+        self._shares.pop(model, None)
+
+    def share_below(self, model: str, tokens: Floats) -> Floats:
+        """Of the model's answers, the share that has fewer output tokens than each of these."""
+        shares = self._shares.get(model)
+        if shares is None:
+            shares = self._shares[model] = self._cumulative(model)
+        places = 2.0 * np.log2(np.maximum(tokens, 1.0))
+        below: Floats = np.interp(places, _PLACES, shares)
+        return below
+
+    def _cumulative(self, model: str) -> Floats:
+        """Exponential of the first guess's mean, as far as little is known."""
+        guess: Floats = 1.0 - np.exp(-(2.0 ** (_PLACES / 2) - 1.0) / FIRST_GUESS)
+        histogram = self._groups.get((model, "", ANY_BUCKET))
+        if histogram is None or not histogram.total:
+            return guess
+        share = min(1.0, histogram.total / ENOUGH)
+        mixed: Floats = share * histogram.cumulative() + (1.0 - share) * guess
+        return mixed
 
     def expected(self, model: str, class_name: str, num_prompt: int, limit: int) -> int:
         """Output tokens to reckon with, between 1 and ``limit``."""

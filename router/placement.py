@@ -7,10 +7,14 @@ the policy. Decides nothing about waiting: that is ``intake``.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
 
 from isthmus.common.clock import NS_PER_MS, Clock
 from isthmus.common.ids import InstanceId
-from isthmus.router.forecast import NEVER, Ask, nearest_room
+from isthmus.router.capacity import Capacity
+from isthmus.router.forecast import NEVER, NO_PRESS, Ask, Press, nearest_room
 from isthmus.router.goodput import DECODE_FULL, GoodputPolicy, Weighed
 from isthmus.router.knowledge import Knowledge
 from isthmus.router.prices import Stage
@@ -69,20 +73,23 @@ class Placement:
         is_aged: bool = False,
         is_last_chance: bool = False,
         left_alone: InstanceId | None = None,
+        press: Press = NO_PRESS,
     ) -> Look | None:
         """None when no instance could take it at all.
 
         ``is_on_time`` False: its targets are lost or it has none. ``is_aged``: it has waited so
         long that it may slow others down. ``is_last_chance``: it is lost otherwise, so that it will
         more likely than not keep its targets is enough. ``left_alone``: a decode instance that it
-        may not use.
+        may not use. ``press``: of all who wait.
         """
         self.refresh(now_ns)
         tables = self._table.of_model(query.model)
         index = self._state.index
         holders = [found for chain in query.hash_chains for found in index.holders(chain)]
         elapsed_ms = self.elapsed_ms(query)
-        ask = self._ask(query, elapsed_ms, now_ns, is_on_time=is_on_time, is_aged=is_aged)
+        ask = self._ask(
+            query, elapsed_ms, now_ns, is_on_time=is_on_time, is_aged=is_aged, press=press
+        )
         if is_last_chance:
             ask = replace(ask, quantile=min(0.5, ask.quantile))
         if left_alone is not None:
@@ -176,13 +183,20 @@ class Placement:
             default=NEVER,
         )
 
-    def least_wait_ms(self, model: str, now_ns: int) -> float:
-        """Until an instance of the pool for prompts has nothing to do; 0 without one."""
+    def capacity(self, model: str, now_ns: int) -> Capacity:
+        """Of the pool for prompts."""
         self.refresh(now_ns)
         now_ms = now_ns / NS_PER_MS
-        tables = self._table.of_model(model)
-        waits = [self._policy.least_wait_ms(table, now_ms) for table in tables]
-        return min((wait for wait in waits if wait < NEVER), default=0.0)
+        waits, speeds, seen = [np.zeros(0)], [np.zeros(0)], set[InstanceId]()
+        for table in self._table.of_model(model):
+            names = {view.instance_id for view in table.prefills.views}
+            if not seen.isdisjoint(names):
+                continue  # its prefill instances feed others too, and were counted with those
+            seen |= names
+            part = self._policy.capacity(table, now_ms)
+            waits.append(part.waits)
+            speeds.append(part.speeds)
+        return Capacity(np.concatenate(waits), np.concatenate(speeds))
 
     def missed(self, query: RouteQuery, obstacle: str, now_ns: int) -> None:
         """``query`` was given up: whatever was in its way is scarce."""
@@ -201,6 +215,7 @@ class Placement:
         *,
         is_on_time: bool,
         is_aged: bool,
+        press: Press,
     ) -> Ask:
         slo, known = query.slo, self._knowledge
         bucket, quantile = bucket_of(query.num_prompt_tokens), slo.quantile
@@ -218,6 +233,8 @@ class Placement:
             local=known.residuals.of(Kind.LOCAL_TTFT, bucket),
             tpot=known.residuals.of(Kind.TPOT, bucket),
             now_ns=now_ns,
+            share_below=partial(known.lengths.share_below, query.model),
+            press=press,
             spares_residents=not is_aged,
             last=self._sessions.last(query),
         )

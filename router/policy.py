@@ -28,13 +28,15 @@ NEAR_TIE_MS = 1.0
 class Pool:
     """Options that passed every filter. ``prefills`` are grouped by what they may hand KV to.
 
-    ``local`` predicts the prompt computed by a decode instance itself. ``last``: where the
-    session's last turn was served.
+    ``local`` predicts the prompt computed by a decode instance itself, ``fetched`` by a prefill
+    instance that fetches from a decode instance what KV of it that one has, where it would.
+    ``last``: where the session's last turn was served.
     """
 
     prefills: dict[CompatKey, list[PrefillOption]]
     decodes: list[DecodeOption]
     local: Callable[[DecodeOption], PrefillOption]
+    fetched: Callable[[DecodeOption, PrefillOption], PrefillOption]
     min_remote_tokens: int
     last: LastServed | None = None
 
@@ -128,15 +130,11 @@ class LeastPredictedLoad:
         )
         if reason is not None:
             return [alone]
-        pairs = [
-            Candidate(
-                decode,
-                prefill,
-                LocalPrefillReason.NONE,
-                rest_ms + _prefill_cost(prefill, pool) + transfer_ms(decode, prefill.view),
-            )
-            for prefill in prefills
-        ]
+        pairs = []
+        for option in prefills:
+            prefill = pool.fetched(decode, option)
+            score = rest_ms + _prefill_cost(prefill, pool) + transfer_ms(decode, prefill.view)
+            pairs.append(Candidate(decode, prefill, LocalPrefillReason.NONE, score))
         return [*pairs, alone]
 
 

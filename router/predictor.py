@@ -14,7 +14,7 @@ the model alone had said, so that late news of many requests corrects once and n
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from isthmus.common.clock import NS_PER_MS
 from isthmus.router.cluster_view import InstanceView
@@ -158,6 +158,33 @@ class Predictor:
         option.ttft_ms = option.wait_ms + option.prefill_ms
         return option
 
+    def fetched_option(
+        self, decode: DecodeOption, prefill: PrefillOption, query: RouteQuery
+    ) -> PrefillOption:
+        """``prefill`` as the other leg of ``decode``: what KV of the prompt's first tokens that
+        one has, this one fetches where it saves enough, and computes what is left after it."""
+        missing = decode.cached_tokens - prefill.cached_tokens
+        view = prefill.view
+        if missing < view.fetch_min_tokens(decode.view.key) or query.needs_whole_prompt:
+            return prefill
+        held = min(decode.cached_tokens, query.num_prompt_tokens - 1)
+        held = held // view.block_size * view.block_size
+        missing = held - prefill.cached_tokens
+        if missing < view.fetch_min_tokens(decode.view.key):
+            return prefill
+        uncached = query.num_prompt_tokens - held
+        # What comes back is as fast as what goes there.
+        travel_ms = transfer_time_ms(missing, decode, view)
+        prefill_ms = prefill.factor * view.prefill_ms(uncached, held) + travel_ms
+        ttft_ms = prefill.wait_ms + prefill_ms
+        return replace(
+            prefill,
+            cached_tokens=held,
+            uncached_tokens=uncached,
+            prefill_ms=prefill_ms,
+            ttft_ms=ttft_ms,
+        )
+
     def observe_ttft(
         self, view: InstanceView, predicted_ms: float, factor: float, measured_ms: float
     ) -> None:
@@ -211,7 +238,12 @@ def burden(
 def transfer_ms(decode: DecodeOption, source: InstanceView | None = None) -> float:
     """Time until the KV that ``decode`` lacks is there: over the link from ``source`` as it was
     measured there, else over one of which nothing is known."""
-    num_bytes = decode.uncached_tokens * decode.view.token_bytes
+    return transfer_time_ms(decode.uncached_tokens, decode, source)
+
+
+def transfer_time_ms(num_tokens: int, decode: DecodeOption, source: InstanceView | None) -> float:
+    """As ``transfer_ms``, of so many tokens."""
+    num_bytes = num_tokens * decode.view.token_bytes
     measured = source.link_bytes_per_ms.get(decode.view.instance_id) if source is not None else None
     return SETUP_MS + num_bytes / (measured or UNMEASURED_BYTES_PER_MS)
 

@@ -15,8 +15,12 @@ from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
 
+import numpy as np
+from numpy.typing import NDArray
+
 from isthmus.common.clock import NS_PER_S
 
+Floats = NDArray[np.float64]
 WINDOW = 200
 ENOUGH = 20  # ratios, below which the guess below counts as well
 PRIOR_SPREAD = 0.25  # of the ratio at level 1 above 1, before anything was measured
@@ -102,6 +106,17 @@ class Residuals:
         value = self._at(wanted)
         share = min(1.0, count / ENOUGH)
         return min(MAX_RATIO, share * value + (1.0 - share) * prior)
+
+    def share_above(self, ratios: Floats) -> Floats:
+        """Of measurements, the share that is more than ``ratios`` times what was predicted."""
+        guess: Floats = np.clip((1.0 - ratios) / (2 * PRIOR_SPREAD) + 0.5, 0.0, 1.0)
+        count = len(self.ordered)
+        if not count:
+            return guess
+        seen = 1.0 - np.searchsorted(np.array(self.ordered), ratios, side="right") / count
+        share = min(1.0, count / ENOUGH)
+        above: Floats = share * seen + (1.0 - share) * guess
+        return above
 
     def within(self, quantile: float, most: float, now_ns: int) -> float:
         """As ``ratio``, but not more than ``most``, which is what an idle instance could bear: if

@@ -215,8 +215,12 @@ class Router:
             rival = quickest.get(decode.view.key)
             return self._predictor.local_option(decode, load, query, now_ns, rival)
 
+        def fetched(decode: DecodeOption, prefill: PrefillOption) -> PrefillOption:
+            return self._predictor.fetched_option(decode, prefill, query)
+
         last = self.sessions.last(query)
-        return Pool(prefills, decodes, local, self._config.min_remote_tokens, last)
+        minimum = self._config.min_remote_tokens
+        return Pool(prefills, decodes, local, fetched, minimum, last)
 
     def _commit(
         self,

@@ -36,7 +36,9 @@ class PairTable:
     ``prompts`` has an entry for each of them, first the prefill instances (``prefills``), then
     those that decode (``local``), which compute prompts too. ``rates``: bytes/ms of the links,
     [prefills, decodes]. ``rate`` and ``budget`` (tokens of a prefill step): where they are the same
-    for all. ``speed``: a prefill instance's beside the fastest one's, at most 1.
+    for all. ``speed``: a prefill instance's beside the fastest one's, at most 1. ``fetch_min``:
+    tokens that a prefill instance lacks and a decode instance has, from which on it fetches their
+    KV, infinite where it never does.
     """
 
     def __init__(
@@ -71,6 +73,10 @@ class PairTable:
         self.nowhere.flags.writeable = False
         self._usable: set[int] = set()
         self._strange: set[int] = set()
+        fetch_min = [view.fetch_min_tokens(key) for view in prefills]
+        self.fetch_min: Floats = np.array(fetch_min, np.float64)
+        self.has_fetches = bool(np.isfinite(self.fetch_min).any())
+        self.prefill_blocks: Floats = np.array([view.block_size for view in prefills], np.float64)
         self.scratch = [np.empty_like(self.rates) for _ in range(3)]  # for costs of pairs
 
     @property

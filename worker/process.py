@@ -323,4 +323,6 @@ def _describe(
         version=version("isthmus"),
         rank_pids=rank_pids,
         zone=pool_of(args).zone or args.config.zone,
+        # Nothing is fetched where a transfer leaves out what no window sees.
+        fetch_min_tokens=0 if engine.kv_layout.windows else args.config.transfer.fetch_min_tokens,
     )

@@ -4,6 +4,7 @@
 
     make bench ARGS="simulator reference --profiles DIR [--colocated FILE]"
     make bench ARGS="simulator scale --profiles DIR --traces DIR [--instances 64 256]"
+    make bench ARGS="simulator points --profiles DIR --traces DIR --rates 60 80 [--kinds a100 h100]"
     make bench ARGS="simulator speed --profiles DIR --traces DIR [--instances 64 1024 10000]"
 
 ``DIR``s hold the published profiles and traces, which are not part of the repository.
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.simulator.reference import MAX_DIFFERENCE, compare, plan, their_goodput
-from benchmarks.simulator.scale import Load, goodputs, scenario_of, speed
+from benchmarks.simulator.scale import Load, at_a_rate, goodputs, scenario_of, speed
 from isthmus.common.config import LoggingConfig
 from isthmus.common.logging import configure_logging
 
@@ -86,6 +87,23 @@ def run_scale(args: argparse.Namespace) -> dict[str, Any]:
     return {"results": [asdict(result) for result in results]}
 
 
+def run_points(args: argparse.Namespace) -> dict[str, Any]:
+    """Attainment of each policy at each of some rates: what ``scale`` bisects."""
+    profile, kinds, results = args.profiles / "splitwise_perf_model.csv", tuple(args.kinds), []
+    for name in args.loads:
+        load = loads(args.traces)[name]
+        for size in args.instances:
+            scenario = scenario_of(load, profile, kinds, size, args.requests, args.copies)
+            print(scenario.name, flush=True)
+            for rate in args.rates:
+                for policy in args.policies:
+                    probe = at_a_rate(scenario, policy, rate)
+                    results.append({"load": name, "instances": size, "policy": policy, **probe})
+                    print(f"  {rate:7g}/s  {policy:22} {probe['attainment']:6.1%} good, "
+                          f"{probe['cpu_s']:.0f} s of CPU", flush=True)  # fmt: skip
+    return {"results": results}
+
+
 def run_speed(args: argparse.Namespace) -> dict[str, Any]:
     profile = args.profiles / "splitwise_perf_model.csv"
     results = []
@@ -100,7 +118,7 @@ def run_speed(args: argparse.Namespace) -> dict[str, Any]:
     return {"results": results}
 
 
-RUNS = {"reference": run_reference, "scale": run_scale, "speed": run_speed}
+RUNS = {"reference": run_reference, "scale": run_scale, "points": run_points, "speed": run_speed}
 
 
 def main() -> None:
@@ -110,6 +128,8 @@ def main() -> None:
     parser.add_argument("--traces", type=Path, default=Path(), help="folder")
     parser.add_argument("--colocated", type=Path, help="DistServe's profile of vLLM, JSON")
     parser.add_argument("--instances", type=int, nargs="+", default=[64])
+    parser.add_argument("--kinds", nargs="+", default=["a100"], help="of GPU, for points")
+    parser.add_argument("--rates", type=float, nargs="+", default=[], help="for points")
     parser.add_argument("--loads", nargs="+", default=["mooncake", "azure"])
     parser.add_argument("--policies", nargs="+", default=POLICIES, help="the last one is held up")
     parser.add_argument("--requests", type=int, default=0, help="of a trace, at most; 0 = all")

@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from isthmus.sim import Scenario, parse_scenario, run_scenario, search_goodput, with_policy
+from isthmus.sim.build import make_calls
 from isthmus.sim.run import Probe
+from isthmus.workload import at_rate
 
 HARDWARE = {"a100": "a100-80gb", "h100": "h100-80gb"}
 LINK_GB_PER_S = {"a100": 25.0, "h100": 50.0}
@@ -104,6 +106,19 @@ def goodputs(
 
 def tell(probe: Probe) -> None:
     print(f"    {probe.rate:8.2f}/s  {probe.attainment:6.1%} good", flush=True)
+
+
+def at_a_rate(scenario: Scenario, policy: str, rate: float) -> dict[str, float]:
+    cpu = time.process_time()
+    calls = at_rate(make_calls(scenario), rate)
+    total = run_scenario(with_policy(scenario, policy), calls).report.total
+    return {
+        "rate": rate,
+        "attainment": total.attainment,
+        "ttft_attainment": total.ttft_attainment,
+        "tpot_attainment": total.tpot_attainment,
+        "cpu_s": time.process_time() - cpu,
+    }
 
 
 def speed(scenario: Scenario, policy: str) -> dict[str, float]:

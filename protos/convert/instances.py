@@ -148,6 +148,7 @@ def info_to_pb(info: InstanceInfo) -> pb.InstanceInfo:
         pid=info.pid,
         version=info.version,
         rank_pids=info.rank_pids,
+        fetch_min_tokens=info.fetch_min_tokens,
         zone=info.zone,
     )
 
@@ -182,6 +183,7 @@ def info_from_pb(message: pb.InstanceInfo) -> InstanceInfo:
         pid=message.pid,
         version=message.version,
         rank_pids=tuple(message.rank_pids),
+        fetch_min_tokens=message.fetch_min_tokens,
         zone=message.zone,
     )
 

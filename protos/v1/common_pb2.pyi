@@ -263,7 +263,7 @@ class LatencyModel(_message.Message):
     def __init__(self, prefill_base: _Optional[float] = ..., prefill_token: _Optional[float] = ..., prefill_pair: _Optional[float] = ..., decode_base: _Optional[float] = ..., decode_seq: _Optional[float] = ..., decode_context: _Optional[float] = ..., large_batch: _Optional[int] = ..., large_base: _Optional[float] = ..., large_seq: _Optional[float] = ..., large_context: _Optional[float] = ...) -> None: ...
 
 class InstanceInfo(_message.Message):
-    __slots__ = ("instance_id", "role", "state", "epoch", "address", "metrics_address", "model", "model_path", "kv_layout", "num_blocks", "max_num_batched_tokens", "max_num_seqs", "max_model_len", "connector", "latency", "node", "pid", "version", "rank_pids", "zone")
+    __slots__ = ("instance_id", "role", "state", "epoch", "address", "metrics_address", "model", "model_path", "kv_layout", "num_blocks", "max_num_batched_tokens", "max_num_seqs", "max_model_len", "connector", "latency", "node", "pid", "version", "rank_pids", "zone", "fetch_min_tokens")
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -284,6 +284,7 @@ class InstanceInfo(_message.Message):
     VERSION_FIELD_NUMBER: _ClassVar[int]
     RANK_PIDS_FIELD_NUMBER: _ClassVar[int]
     ZONE_FIELD_NUMBER: _ClassVar[int]
+    FETCH_MIN_TOKENS_FIELD_NUMBER: _ClassVar[int]
     instance_id: str
     role: Role
     state: InstanceState
@@ -304,7 +305,8 @@ class InstanceInfo(_message.Message):
     version: str
     rank_pids: _containers.RepeatedScalarFieldContainer[int]
     zone: str
-    def __init__(self, instance_id: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., state: _Optional[_Union[InstanceState, str]] = ..., epoch: _Optional[int] = ..., address: _Optional[str] = ..., metrics_address: _Optional[str] = ..., model: _Optional[str] = ..., model_path: _Optional[str] = ..., kv_layout: _Optional[_Union[KvLayout, _Mapping]] = ..., num_blocks: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_model_len: _Optional[int] = ..., connector: _Optional[str] = ..., latency: _Optional[_Union[LatencyModel, _Mapping]] = ..., node: _Optional[str] = ..., pid: _Optional[int] = ..., version: _Optional[str] = ..., rank_pids: _Optional[_Iterable[int]] = ..., zone: _Optional[str] = ...) -> None: ...
+    fetch_min_tokens: int
+    def __init__(self, instance_id: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., state: _Optional[_Union[InstanceState, str]] = ..., epoch: _Optional[int] = ..., address: _Optional[str] = ..., metrics_address: _Optional[str] = ..., model: _Optional[str] = ..., model_path: _Optional[str] = ..., kv_layout: _Optional[_Union[KvLayout, _Mapping]] = ..., num_blocks: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_model_len: _Optional[int] = ..., connector: _Optional[str] = ..., latency: _Optional[_Union[LatencyModel, _Mapping]] = ..., node: _Optional[str] = ..., pid: _Optional[int] = ..., version: _Optional[str] = ..., rank_pids: _Optional[_Iterable[int]] = ..., zone: _Optional[str] = ..., fetch_min_tokens: _Optional[int] = ...) -> None: ...
 
 class StepTotals(_message.Message):
     __slots__ = ("prefill_steps", "prefill_tokens", "prefill_pairs", "beside_seqs", "beside_context", "prefill_ms", "decode_steps", "decode_seqs", "decode_context", "decode_ms")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 from hypothesis import given, settings
@@ -14,8 +15,9 @@ from isthmus.common.cluster import LatencyModel, LinkRate, Role
 from isthmus.common.ids import DecisionId, InstanceId
 from isthmus.common.types import Slo
 from isthmus.router import Admitted, Outcome, RouteQuery
-from isthmus.router.forecast import NEVER, Ask
+from isthmus.router.forecast import NEVER, Ask, Press
 from isthmus.router.goodput import GoodputPolicy
+from isthmus.router.lengths import OutputLengths
 from isthmus.router.prices import Prices
 from isthmus.router.quantiles import Residuals
 from isthmus.router.state import RouterState
@@ -45,6 +47,9 @@ class Scene:
         self.names: list[str] = []
         self.is_alike = rnd.random() < 0.5
         self.open: list[DecisionId] = []
+        self.lengths = OutputLengths()
+        for _ in range(rnd.choice([0, 5, 50])):
+            self.lengths.observe("m", "", 100, rnd.randrange(1, 600))
         sizes = [(1, 1, 0), (0, 2, 0), (0, 0, 2), (4, 3, 0), (3, 3, 2), (9, 12, 1)]
         for prefix, count in zip("pdm", rnd.choice(sizes), strict=True):
             for index in range(count):
@@ -66,6 +71,7 @@ class Scene:
             token = rnd.choice([0.05, 0.1, 0.3])
             model = rnd.choice([LARGE, LatencyModel(3, token, 1e-6, 10, 0.5, 1e-4)])
         changes = {"latency": model, "node": rnd.choice(["", "a", "b"])}
+        changes["fetch_min_tokens"] = rnd.choice([0, 64, 256])
         if not self.is_alike:
             changes |= {"num_blocks": rnd.choice([60, 1_000]), "max_num_seqs": rnd.choice([2, 16])}
             changes |= {"max_num_batched_tokens": rnd.choice([256, 512])}
@@ -139,6 +145,8 @@ class Scene:
             local=self.residuals(),
             tpot=self.residuals(),
             now_ns=self.now_ns,
+            share_below=partial(self.lengths.share_below, "m"),
+            press=Press(rnd.choice([0.0, 700.0]), rnd.choice([0.0, 300.0])),
             spares_residents=rnd.random() < 0.8,
         )
 

@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from isthmus.common.clock import NS_PER_MS
 from isthmus.common.ids import RequestId
 from isthmus.common.types import Slo
+from isthmus.router.capacity import Capacity
 from isthmus.router.holding import HoldingQueue, Lane
 from isthmus.router.shares import TenantShares
 from isthmus.router.types import RouteQuery
@@ -50,19 +51,26 @@ class HoldingMachine(RuleBasedStateMachine):
         self.queue.enter(query, work_ms, start_ns, self.now_ns, expires_ns)
         self.waiting[request_id] = model
 
-    @rule(model=st.sampled_from(MODELS), workers=st.integers(1, 4))
-    def start_first(self, model: str, workers: int) -> None:
-        order = list(self.queue.in_order(model, self.now_ns, workers))
+    @rule(model=st.sampled_from(MODELS), is_spare=st.booleans())
+    def start_first(self, model: str, is_spare: bool) -> None:
+        order = list(self.queue.in_order(model, self.now_ns, lambda _: is_spare))
         ids = [held.query.request_id for held in order]
         assert len(ids) == len(set(ids))
-        assert set(ids) == {name for name, of in self.waiting.items() if of == model}
+        present = {name for name, of in self.waiting.items() if of == model}
+        assert set(ids) <= present
+        left = [held for held in order if held.lane is Lane.ON_TIME]
+        if is_spare:
+            assert set(ids) == present
+        else:
+            assert order[1:] == left or order == left
         if order:
             self.queue.started(order[0], self.now_ns)
             del self.waiting[order[0].query.request_id]
 
     @rule(model=st.sampled_from(MODELS), ready_ms=st.floats(0, 500), workers=st.integers(1, 4))
     def leave_out(self, model: str, ready_ms: float, workers: int) -> None:
-        out = self.queue.left_out(model, self.now_ns, ready_ms, workers)
+        capacity = Capacity.even(workers, ready_ms)
+        out = self.queue.left_out(model, self.now_ns, capacity)
         assert len({id(held) for held, _ in out}) == len(out)
         for held, before_ms in out:
             assert before_ms >= 0
@@ -72,7 +80,7 @@ class HoldingMachine(RuleBasedStateMachine):
                 del self.waiting[held.query.request_id]
             else:
                 self.queue.demote(held)
-        assert not self.queue.left_out(model, self.now_ns, ready_ms, workers)
+        assert not self.queue.left_out(model, self.now_ns, capacity)
 
     @rule(pick=st.integers(0, 60))
     def cancel(self, pick: int) -> None:

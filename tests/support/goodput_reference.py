@@ -8,8 +8,8 @@ policy's, so that rounding is the same too. A change of what the policy means is
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from math import ceil, isinf
+from dataclasses import dataclass, replace
+from math import ceil
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from isthmus.router import costs
 from isthmus.router.choice import NEAR_TIE_MS
 from isthmus.router.cluster_view import PROMPT_MEMORY_MS
 from isthmus.router.columns import OVERDUE, DecodeColumns, PromptColumns
-from isthmus.router.forecast import MAX_SHARE, NEVER, Ask, most_ratio
+from isthmus.router.forecast import MAX_HOLDERS, MAX_SHARE, NEVER, Ask, most_ratio
 from isthmus.router.links import SETUP_MS
 from isthmus.router.prices import Prices
 from isthmus.router.quantiles import FLOOR_MS
@@ -50,6 +50,8 @@ class Decode:
     is_full: bool
     is_kept: bool
     is_kept_local: bool
+    missed: float  # share of the residents that would miss their TPOT target for a local prefill
+    own_missed: float
     least: float
 
 
@@ -103,6 +105,45 @@ def prompt_on(
     )
 
 
+def fetched(
+    table: PairTable, remote: list[Prompt], local: list[Prompt], query: RouteQuery
+) -> dict[int, list[Prompt]]:
+    """By decode row: the prompt on the prefill instances that fetch KV from there."""
+    if query.needs_whole_prompt or not any(prompt.is_usable for prompt in remote):
+        return {}
+    found: dict[int, list[Prompt]] = {}
+    wanted = [
+        prompt.cached + float(least) for prompt, least in zip(remote, table.fetch_min, strict=True)
+    ]
+    holders = [row for row, prompt in enumerate(local) if prompt.cached >= min(wanted)]
+    if len(holders) > MAX_HOLDERS:
+        order = np.array([local[row].cached for row in holders]).argsort()
+        holders = [holders[place] for place in order[-MAX_HOLDERS:]]
+    columns = table.prefills
+    for holder in holders if min(wanted) < NEVER else []:
+        found[holder] = []
+        for row, prompt in enumerate(remote):
+            size = float(columns.views[row].block_size)
+            held = min(local[holder].cached, query.num_prompt_tokens - 1.0) // size * size
+            missing = held - prompt.cached
+            if missing < float(table.fetch_min[row]):
+                found[holder].append(prompt)
+                continue
+            uncached = query.num_prompt_tokens - held
+            travel = missing * float(table.decodes.token_bytes[holder])
+            travel = SETUP_MS + travel / float(table.rates[row, holder])
+            budget = float(columns.budget[row])
+            prefill = travel + float(columns.base[row]) * ceil(uncached / budget)
+            pairs = float(columns.pair[row]) * uncached * (held + uncached / 2)
+            prefill += float(columns.token[row]) * uncached + pairs
+            found[holder].append(replace(prompt, cached=held, uncached=uncached, prefill=prefill))
+    return found
+
+
+def share_missed(ask: Ask, slack: float, delay: float) -> float:
+    return float(ask.share_below(np.array([delay / max(slack, 1e-3) + 1.0]))[0])
+
+
 def step_ms(columns: DecodeColumns, row: int, seqs: float, context: float) -> float:
     if seqs >= columns.large_batch[row]:
         large = float(columns.large_base[row]) + float(columns.large_seq[row]) * seqs
@@ -148,20 +189,27 @@ def decode_on(
     decay = float(np.exp((columns.prompt_at[row] - now_ms) / PROMPT_MEMORY_MS))
     share = float(columns.prompt[row]) * decay / PROMPT_MEMORY_MS
     left = max(local.wait - handoff_ms, 0.0) if local.is_usable else 0.0
-    tpot = max(step / (1.0 - min(share, MAX_SHARE)), step + left / output)
+    steady = step / (1.0 - min(share, MAX_SHARE))
+    tpot = max(steady, step + left / output)
     quantile = quantile_of(tpot, ratio)
     size = float(columns.block_size[row])
     needed = num_tokens // size + 1 - local.cached // size
     tightest = float(columns.tightest[row])
     is_kept = ask.tpot_ms is None or quantile <= ask.tpot_ms
-    is_kept_local = is_kept and quantile_of(tpot + local.prefill / output, ratio) <= tightest
+    missed, own_missed = share_missed(ask, tightest - quantile, local.prefill), 0.0
+    is_kept_local = is_kept and missed <= 1.0 - ask.quantile
+    if ask.tpot_ms is not None:
+        ratios = np.array([(ask.tpot_ms + FLOOR_MS) / (steady + FLOOR_MS)])
+        late = share_missed(ask, ask.tpot_ms - quantile_of(steady, ratio), left)
+        own_missed = float(ask.tpot.share_above(ratios)[0]) + late
+        is_kept = is_kept and late <= 1.0 - ask.quantile
     if ask.spares_residents:
         is_kept = is_kept and quantile <= tightest
     elif not has_prefills:
         is_kept_local = is_kept
     is_full = needed > columns.room[row] or seqs + 1 > columns.views[row].info.max_num_seqs
     least = step_ms(columns, row, 1.0, float(num_tokens)) / float(columns.factor[row])
-    return Decode(tpot, quantile, bool(is_full), is_kept, is_kept_local, least)
+    return Decode(tpot, quantile, bool(is_full), is_kept, is_kept_local, missed, own_missed, least)
 
 
 def decode_cost(
@@ -171,8 +219,12 @@ def decode_cost(
     tokens = query.num_prompt_tokens + ask.output_tokens
     share = tokens / float(table.decodes.capacity[row])
     if ask.ttft_ms is None:
-        return own * (1.0 + (prices.decode - 1.0) * share)
-    return own * (costs.BALANCE + prices.decode * share)
+        own *= 1.0 + (prices.decode - 1.0) * share
+        return own + ask.press.worth_ms * decode.own_missed
+    balance = costs.BALANCE
+    if ask.tpot_ms is not None:
+        balance = costs.HOST if table.decodes.seqs[row] < 1 else 0.0
+    return own * (balance + prices.decode * share) + ask.press.worth_ms * decode.own_missed
 
 
 def pair_cost(
@@ -194,7 +246,8 @@ def pair_cost(
     if ask.ttft_ms is None:
         own = remote.ttft + (prices.prefill - 1.0) * remote.prefill
     else:
-        own = prices.prefill * (remote.prefill * float(table.speed[row]) + remote.wait)
+        wait = remote.prefill * float(table.speed[row]) + remote.wait + ask.press.line_ms
+        own = prices.prefill * wait
         own = own - costs.TIGHTNESS * remote.ttft
     cost = own + rest + prices.link * exposed
     if ask.tpot_ms is not None:
@@ -212,13 +265,11 @@ def local_cost(
     decode: Decode,
     rest: float,
 ) -> float:
-    seqs, tightest = float(table.decodes.seqs[row]), float(table.decodes.tightest[row])
+    seqs = float(table.decodes.seqs[row])
     if ask.ttft_ms is None:
         return rest + local.ttft + local.prefill * (1.0 + seqs) * prices.decode
-    slack = max(tightest - decode.quantile, 1e-3)
-    missed = min(local.prefill / max(1, ask.output_tokens) / slack, 1.0)
-    lost = seqs * local.prefill * (1.0 if isinf(tightest) else missed)
-    own = costs.LOCAL_PENALTY * local.prefill + local.wait
+    lost = seqs * decode.missed * max(local.prefill, ask.press.worth_ms)
+    own = local.prefill + local.wait
     return prices.decode * (own + lost) + rest
 
 
@@ -258,7 +309,9 @@ def weigh_slowly(
     ]
     can_pair = any(prompt.is_usable and not forced[row] for row, prompt in enumerate(local))
     has_pair = bool(usable) and can_pair
-    best_remote = min((p.prefill for p in usable), default=NEVER) if has_pair else NEVER
+    fetching = fetched(table, remote, local, query)
+    quickest = [p.prefill for side in (remote, *fetching.values()) for p in side if p.is_usable]
+    best_remote = min(quickest, default=NEVER) if has_pair else NEVER
     best_local = min((p.prefill for p in local if p.is_usable), default=NEVER)
     work = min(best_remote, best_local)
     most = most_ratio(ask.ttft_ms, work)
@@ -281,8 +334,9 @@ def weigh_slowly(
         local[row].is_usable and not decode.is_full and decode.is_kept
         for row, decode in enumerate(decodes)
     ]
-    for row, prompt in enumerate(remote):
+    for row in range(len(remote)):
         for column, decode in enumerate(decodes):
+            prompt = fetching.get(column, remote)[row]
             if not is_within(prompt, remote_ratio) or not may_decode[column] or forced[column]:
                 continue
             place = row, column
@@ -316,7 +370,7 @@ def weigh_slowly(
         limit = min(possible.values()) + NEAR_TIE_MS
         tied = [place for place, cost in possible.items() if cost <= limit]
         row, column = min(tied, key=lambda place: _turns(table, place))
-        prompt = local[column] if row < 0 else remote[row]
+        prompt = local[column] if row < 0 else fetching.get(column, remote)[row]
         answer.place, answer.score = (row, column), possible[row, column]
         answer.ttft_ms, answer.tpot_ms = prompt.ttft, decodes[column].tpot
     return answer

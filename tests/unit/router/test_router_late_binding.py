@@ -216,7 +216,7 @@ def test_overload_refuses_the_strict_with_a_time_to_come_back_and_keeps_the_othe
 
 
 def test_newcomer_that_pushes_a_resident_over_its_target_waits() -> None:
-    cluster = cluster_of()
+    cluster = cluster_of(prefills=3)
     slow = replace(LATENCY, decode_seq=10.0)
     cluster.router.state.registered(make_info("d0", Role.DECODE, epoch=2, latency=slow))
     cluster.router.state.deregistered("d1")

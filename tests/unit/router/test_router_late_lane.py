@@ -8,6 +8,7 @@ from isthmus.common.clock import NS_PER_MS
 from isthmus.common.ids import RequestId
 from isthmus.common.types import Slo
 from isthmus.router import Outcome, RouteQuery
+from isthmus.router.capacity import Capacity
 from isthmus.router.holding import HeldQuery, HoldingQueue, Lane
 from isthmus.router.intake import SPEED_MEMORY_MS, Pool
 from isthmus.router.placement import Placement
@@ -104,8 +105,8 @@ def test_late_work_beyond_its_share_is_paid_back_before_more_goes_first() -> Non
         return queue.enter(query, work_ms, latest_ns, 0, None)
 
     def first() -> HeldQuery:
-        queue.left_out("m", now_ns, 0.0, 1.0)
-        return next(queue.in_order("m", now_ns, 1.0))
+        queue.left_out("m", now_ns, Capacity.even(1))
+        return next(queue.in_order("m", now_ns, lambda _: True))
 
     now_ns = 200 * NS_PER_MS
     for number in range(12):
