@@ -72,6 +72,8 @@ def _check_packages(config: ClusterConfig) -> None:
     needed = {"torch": "pip install 'isthmus[worker]'"}
     if config.transfer.named_connectors == ("nixl",) and config.prefill.replicas:
         needed["nixl_cu13"] = "pip install 'isthmus[nixl]', or use --set transfer.connector=auto"
+    if config.transfer.named_connectors == ("ucx",) and config.prefill.replicas:
+        needed["ucxx"] = "pip install 'isthmus[ucx]', or use --set transfer.connector=auto"
     if config.lifecycle.actuator == "ray":
         needed["ray"] = "pip install 'isthmus[ray]', or use --actuator process"
     for module, advice in needed.items():

@@ -9,34 +9,44 @@ connector's own, which sleeps until a peer calls.)
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
 from isthmus.common.clock import Clock
+from isthmus.common.errors import TransferError
+from isthmus.common.logging import get_logger
 from isthmus.common.transfer import ConnectorOffer
 from isthmus.kvtransfer.driver import ConnectorDriver
 from isthmus.kvtransfer.interface import Connector, MemoryRegion, PeerName
 from isthmus.kvtransfer.writes import Sweep, Write
 
 T = TypeVar("T")
+_log = get_logger("kvtransfer")
 
 
 class Drivers:
     """Everything but the constructor runs on one event loop."""
 
-    def __init__(self, connectors: Sequence[Connector], region: MemoryRegion, clock: Clock) -> None:
-        """Registers ``region`` with each connector and blocks until that is done. Raises
-        TransferError from a connector; all are closed then."""
+    def __init__(
+        self,
+        connectors: Sequence[Connector],
+        region: MemoryRegion,
+        clock: Clock,
+        must_have_all: bool = True,
+    ) -> None:
+        """Registers ``region`` with each connector and blocks until that is done. Those that cannot
+        are closed, and left out where not all ``must_have`` it. Raises TransferError when one that
+        must cannot, or none can; all are closed then."""
         self._clock = clock
         self._connectors = {connector.name: connector for connector in connectors}
         self._drivers: dict[str, ConnectorDriver] = {}
         self._by_peer: dict[PeerName, ConnectorDriver] = {}
         self._woken = asyncio.Event()
         try:
-            self.offers = tuple(_offer(connector, region) for connector in connectors)
+            self.offers = tuple(self._register(region, must_have_all))
         except BaseException:
-            for connector in connectors:
+            for connector in self._connectors.values():
                 connector.close()
             raise
 
@@ -124,6 +134,24 @@ class Drivers:
                 connector.close()
         closings = [driver.close(timeout_s) for driver in self._drivers.values()]
         return all(await asyncio.gather(*closings))
+
+    def _register(self, region: MemoryRegion, must_have_all: bool) -> Iterator[ConnectorOffer]:
+        obstacles = []
+        for name, connector in list(self._connectors.items()):
+            try:
+                offer = _offer(connector, region)
+            except TransferError as error:
+                if must_have_all:
+                    raise
+                obstacles.append(f"{name}: {error.message}")
+                _log.warning("a connector is left out", connector=name, problem=error.message)
+                self._connectors.pop(name).close()
+            else:
+                yield offer
+        if not self._connectors:
+            raise TransferError(
+                f"nothing can move KV here: {'; '.join(obstacles)}", stage="register"
+            )
 
     async def _sweep_of_none(self, patience_s: float) -> Sweep:
         sweep = Sweep(self._clock.monotonic_ns())

@@ -3,9 +3,9 @@ asking. Both sides read the same two offers and come to the same choice.
 
 ::
 
-    nixl, where both say that devices move the bytes (RDMA, GPU memory)
+    nixl, where both say that devices move the bytes (RDMA, GPU memory); else ucx, likewise
     shm, on one host
-    nixl over what else there is (CMA within a host, TCP)
+    nixl over what else there is (CMA within a host, TCP); else ucx
     collective
     local, fake (offered only where the configuration names them)
 
@@ -29,10 +29,16 @@ class _Rung:
     holds: Callable[[Ends], bool] = lambda _: True
 
 
+def _are_direct(ends: Ends) -> bool:
+    return all(end.is_direct for end in ends)
+
+
 _LADDER = (
-    _Rung("nixl", lambda ends: all(end.is_direct for end in ends)),
+    _Rung("nixl", _are_direct),
+    _Rung("ucx", _are_direct),
     _Rung("shm"),
     _Rung("nixl"),
+    _Rung("ucx"),
     _Rung("collective"),
     _Rung("local"),
     _Rung("fake"),

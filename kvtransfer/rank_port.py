@@ -117,14 +117,14 @@ class LocalPort:
     ) -> None:
         """Registers ``region`` with the connectors, of which each pair uses one, and blocks until
         that is done. Raises ConfigError for checksums that cannot be computed here, and
-        TransferError from a connector. What ``region`` has behind the blocks is the
-        ``converter``'s."""
+        TransferError from a connector that the configuration names, or where none can be had. What
+        ``region`` has behind the blocks is the ``converter``'s."""
         self._converter = converter
         self.checksum = offered_checksum(config, region)
         self._read: BlockReader | None = None
         if self.checksum is not Checksum.NONE:
             self._read = host_reader(region, layout, num_blocks)
-        self._drivers = Drivers(connectors, region, clock)
+        self._drivers = Drivers(connectors, region, clock, bool(config.named_connectors))
         self.endpoint = RankEndpoint(
             tp_rank=layout.tp_rank,
             connectors=self._drivers.offers,

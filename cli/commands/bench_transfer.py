@@ -16,7 +16,7 @@ from isthmus.kvtransfer.bench.report import plot as draw
 from isthmus.kvtransfer.bench.report import rows_of
 from isthmus.kvtransfer.bench.run import measure, ways_of
 
-_CONNECTORS = ("shm", "nixl", "nixl, tcp", "collective")
+_CONNECTORS = ("shm", "nixl", "nixl, tcp", "ucx", "ucx, tcp", "collective")
 _SIZES = ("16KiB", "360KiB", "1MiB", "4MiB", "16MiB")
 _COUNTS = (1, 32, 1000)
 

@@ -15,11 +15,17 @@ from isthmus.common.config.engine import (
 from isthmus.common.config.loading import ENV_PREFIX, load_config, node_of_mapping, read_yaml
 from isthmus.common.config.processes import LifecycleConfig, LoggingConfig, RegistryConfig
 from isthmus.common.config.serving import GatewayConfig, RouterConfig
-from isthmus.common.config.transfer import AUTO_CONNECTORS, ConnectorName, TransferConfig
+from isthmus.common.config.transfer import (
+    AUTO_CONNECTORS,
+    UCX_CONNECTORS,
+    ConnectorName,
+    TransferConfig,
+)
 
 __all__ = [
     "AUTO_CONNECTORS",
     "ENV_PREFIX",
+    "UCX_CONNECTORS",
     "ClusterConfig",
     "ConnectorName",
     "DTypeName",

@@ -8,9 +8,11 @@ from pydantic import Field, model_validator
 
 from isthmus.common.config_node import Node
 
-ConnectorName = Literal["nixl", "shm", "collective", "local", "fake"]
-AUTO_CONNECTORS: tuple[ConnectorName, ...] = ("nixl", "shm", "collective")
-"""What ``transfer.connector: auto`` stands for, where it can run."""
+ConnectorName = Literal["nixl", "ucx", "shm", "collective", "local", "fake"]
+AUTO_CONNECTORS: tuple[ConnectorName, ...] = ("nixl", "ucx", "shm", "collective")
+"""What ``transfer.connector: auto`` stands for, where it can run (ucx: where nixl cannot)."""
+UCX_CONNECTORS: frozenset[ConnectorName] = frozenset({"nixl", "ucx"})
+"""Each brings a UCX of its own, and a process can have one."""
 
 
 class TransferConfig(Node):
@@ -18,7 +20,7 @@ class TransferConfig(Node):
         "auto",
         description="what may move KV: one connector or a list; two instances use the best that "
         "both have (docs/kv-transfer.md); auto = all but local (within one process) and fake "
-        "(faults by script)",
+        "(faults by script), and ucx only where nixl cannot run: not both in one process",
     )
     deadline_ms: int = Field(
         30_000,
@@ -101,4 +103,9 @@ class TransferConfig(Node):
     def _names_one(self) -> TransferConfig:
         if isinstance(self.connector, list) and not self.connector:
             raise ValueError("connector: an empty list leaves nothing to move KV with")
+        if UCX_CONNECTORS.issubset(self.named_connectors):
+            raise ValueError(
+                "connector: nixl and ucx cannot share a process, since each brings a UCX of its "
+                "own; name one of them"
+            )
         return self

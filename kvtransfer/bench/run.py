@@ -15,7 +15,8 @@ from isthmus.kvtransfer.bench.ends import Pair
 from isthmus.kvtransfer.bench.ways import MEMCPY, RAW_NIXL
 
 _TCP = ", tcp"
-_TOLD_APART = frozenset({"nixl", "shm", "collective"})
+_TOLD_APART = frozenset({"nixl", "ucx", "shm", "collective"})
+_OVER_UCX = frozenset({"nixl", "ucx"})  # which another transport can be chosen for
 
 
 @dataclass(slots=True)
@@ -60,10 +61,11 @@ def ways_of(connectors: Sequence[str]) -> tuple[str, ...]:
     ways = [MEMCPY]
     for connector in connectors:
         name = connector.removesuffix(_TCP)
-        if name not in _TOLD_APART or (connector.endswith(_TCP) and name != "nixl"):
+        if name not in _TOLD_APART or (connector.endswith(_TCP) and name not in _OVER_UCX):
             known = ", ".join(sorted(_TOLD_APART))
             raise ConfigError(
-                f"not a connector to measure: '{connector}' (there are {known}, 'nixl{_TCP}')",
+                f"not a connector to measure: '{connector}' (there are {known}, and with "
+                f"'{_TCP}' behind it {' and '.join(sorted(_OVER_UCX))})",
                 stage="bench",
             )
         if name == "nixl" and importlib.util.find_spec("nixl_cu13") is not None:

@@ -36,6 +36,7 @@ from isthmus.kvtransfer.connectors.collective_links import (
     serve_store,
 )
 from isthmus.kvtransfer.connectors.collective_memory import memory_of
+from isthmus.kvtransfer.connectors.host import listen_on
 from isthmus.kvtransfer.connectors.local import check_bounds
 from isthmus.kvtransfer.copies import Copies
 from isthmus.kvtransfer.interface import (
@@ -80,7 +81,7 @@ class CollectiveConnector:
 
     def register(self, region: MemoryRegion) -> None:
         try:
-            self._listener = socket.create_server((self._host, 0), backlog=_BACKLOG)
+            self._listener = listen_on(self._host, _BACKLOG)
             store = serve_store(self._host)
         except (OSError, RuntimeError) as error:
             self.close()

@@ -27,6 +27,8 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, TCP
 from isthmus.common.logging import get_logger
 from isthmus.kvtransfer.connectors.collective_memory import Memory
 from isthmus.kvtransfer.connectors.frames import FrameReader, frame
+from isthmus.kvtransfer.connectors.headers import rows_from_wire, rows_to_wire
+from isthmus.kvtransfer.connectors.host import listen_on
 from isthmus.kvtransfer.copies import Copies, Rows
 from isthmus.kvtransfer.interface import PeerName, WriteState
 
@@ -61,7 +63,7 @@ class _Group(msgspec.Struct, frozen=True, tag=True):
 
 
 class _Header(msgspec.Struct, frozen=True, tag=True):
-    """One write: ``rows`` is [n, 3] of little-endian int64; its bytes follow over the group."""
+    """One write; its bytes follow over the group."""
 
     rows: bytes
     notification: bytes
@@ -174,7 +176,7 @@ class Outgoing:
 
     def _write(self, group: Backend, write: OutgoingWrite) -> None:
         rows = write.copies.rows
-        self._send(_Header(rows.astype("<i8").tobytes(), write.notification))
+        self._send(_Header(rows_to_wire(rows), write.notification))
         for piece in _pieces(rows):
             group.send([self._packed(piece)], _TARGET, 0).wait()
             self._memory.settle(GROUP_TIMEOUT_S)
@@ -257,8 +259,7 @@ class Incoming:
 
     def _receive(self, group: Backend, name: PeerName, header: _Header) -> None:
         memory = self._mine.memory
-        rows = np.frombuffer(header.rows, dtype="<i8").astype(np.int64).reshape(-1, 3)
-        self._check(rows)
+        rows = rows_from_wire(header.rows, memory.num_bytes)
         for piece in _pieces(rows):
             packed = memory.empty(int(piece[:, 2].sum()))
             group.recv([packed], _WRITER, 0).wait()
@@ -274,12 +275,6 @@ class Incoming:
         while self._reader.wait(self._connection):
             yield from self._reader.take()
 
-    def _check(self, rows: Rows) -> None:
-        targets, sizes = rows[:, 1], rows[:, 2]
-        room = self._mine.memory.num_bytes - sizes
-        if (sizes < 1).any() or (targets < 0).any() or (targets > room).any():
-            raise ValueError("a write leaves this process's memory")
-
     def _land(self, packed: torch.Tensor, rows: Rows) -> None:
         with self._mine.landing:
             if self._is_shut:
@@ -289,7 +284,7 @@ class Incoming:
 
 def serve_store(host: str) -> TCPStore:
     """Where the two ends of a group find each other; listens on ``host`` alone, on a free port."""
-    listener = socket.create_server((host, 0))
+    listener = listen_on(host)
     return TCPStore(
         host,
         listener.getsockname()[1],

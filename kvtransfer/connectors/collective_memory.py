@@ -10,6 +10,8 @@ from typing import Any, Protocol, cast
 import torch
 
 from isthmus.kvtransfer.connectors.copying import copy_rows
+from isthmus.kvtransfer.connectors.device_bytes import DeviceBytes
+from isthmus.kvtransfer.connectors.headers import with_packed
 from isthmus.kvtransfer.copies import Rows
 from isthmus.kvtransfer.interface import MemoryRegion
 
@@ -65,11 +67,11 @@ class HostMemory:
 
     def pack(self, rows: Rows) -> torch.Tensor:
         packed = self.empty(int(rows[:, 2].sum()))
-        copy_rows(_with_packed(rows, column=1), self._base, packed.data_ptr())
+        copy_rows(with_packed(rows, column=1), self._base, packed.data_ptr())
         return packed
 
     def unpack(self, packed: torch.Tensor, rows: Rows) -> None:
-        copy_rows(_with_packed(rows, column=0), packed.data_ptr(), self._base)
+        copy_rows(with_packed(rows, column=0), packed.data_ptr(), self._base)
 
 
 class TorchMemory:
@@ -115,25 +117,6 @@ class TorchMemory:
         self.settle(_COPY_S)
 
 
-def _with_packed(rows: Rows, column: int) -> Rows:
-    """The rows with places in the packed tensor in one of the columns."""
-    placed = rows.copy()
-    placed[:, column] = rows[:, 2].cumsum() - rows[:, 2]
-    return placed
-
-
-class _DeviceBytes:
-    """Device memory that somebody else owns, told to torch by the interface that CUDA libraries of
-    Python share: numba.readthedocs.io, "CUDA Array Interface", version 3."""
-
-    def __init__(self, region: MemoryRegion) -> None:
-        self.__cuda_array_interface__: dict[str, Any] = {
-            "shape": (region.num_bytes,),
-            "typestr": "|u1",
-            "data": (region.base_address, False),
-            "version": 3,
-        }
-
-
 def _bytes_at(region: MemoryRegion) -> torch.Tensor:
-    return torch.as_tensor(_DeviceBytes(region), device=region.device)
+    there = DeviceBytes(region.base_address, region.num_bytes)
+    return torch.as_tensor(there, device=region.device)

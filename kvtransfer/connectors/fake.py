@@ -30,7 +30,7 @@ from isthmus.kvtransfer.interface import (
     WriteState,
 )
 
-WRAPPED = ("local", "nixl", "shm", "collective")
+WRAPPED = ("local", "nixl", "ucx", "shm", "collective")
 _FLIP_SEARCH_BYTES = 16 * 2**20
 _HEAD_BYTES = 32  # tells which transfer and chunk it was
 

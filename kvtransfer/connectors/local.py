@@ -139,7 +139,9 @@ def check_bounds(ops: Sequence[CopyOp], source: MemoryRegion, target: MemoryRegi
 
 
 def _are_within(copies: Copies, source_bytes: int, target_bytes: int) -> bool:
-    return all(
-        size > 0 and 0 <= source <= source_bytes - size and 0 <= target <= target_bytes - size
-        for source, target, size in copies.rows.tolist()
-    )
+    for source, target, size in copies.rows.tolist():
+        if size < 1 or not (0 <= source <= source_bytes - size):
+            return False
+        if not 0 <= target <= target_bytes - size:
+            return False
+    return True

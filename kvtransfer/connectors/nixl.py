@@ -16,12 +16,10 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -30,6 +28,7 @@ import numpy.typing as npt
 
 from isthmus.common.errors import HandshakeError, TransferError
 from isthmus.kvtransfer.connectors.local import check_bounds
+from isthmus.kvtransfer.connectors.ucx_process import claim, may_use_rdma
 from isthmus.kvtransfer.copies import Copies, Rows
 from isthmus.kvtransfer.interface import (
     CopyOp,
@@ -39,11 +38,7 @@ from isthmus.kvtransfer.interface import (
     WriteState,
 )
 
-_HAS_RDMA = any(Path("/sys/class/infiniband").glob("*"))
-if not _HAS_RDMA:
-    # UCX's InfiniBand module crashes at interpreter exit on machines without such a device.
-    os.environ.setdefault("UCX_MODULES", "^ib")
-
+claim("nixl")
 try:
     from nixl_cu13 import _bindings
     from nixl_cu13._api import nixl_agent, nixl_agent_config
@@ -72,9 +67,6 @@ _BAD_METADATA: tuple[type[Exception], ...] = (msgspec.DecodeError, *_NIXL_ERRORS
 # NIXL does not tell when a notification without data has left. It leaves at once over an open
 # connection; over one that is still being made it needs both ends to make progress for a while.
 _LONE_NOTIFICATION_S = 0.25
-_RDMA_TRANSPORTS = frozenset(
-    {"all", "ib", "rc", "rc_v", "rc_x", "rc_verbs", "rc_mlx5", "dc", "dc_x", "dc_mlx5"}
-)
 _STATES = {"DONE": WriteState.DONE, "PROC": WriteState.IN_PROGRESS, "ERR": WriteState.FAILED}
 
 
@@ -133,7 +125,7 @@ class NixlConnector:
             self._mine = self._prepared("NIXL_INIT_AGENT", region)
         except _NIXL_ERRORS as error:
             raise TransferError(f"NIXL cannot register {region}", stage="register") from error
-        self.is_direct = side.memory == "VRAM" or (_HAS_RDMA and _may_use_rdma())
+        self.is_direct = side.memory == "VRAM" or may_use_rdma()
 
     def metadata(self) -> bytes:
         device = self._local.region.device
@@ -298,10 +290,3 @@ class NixlConnector:
             with suppress(*_NIXL_ERRORS):
                 write.transfer.release()
             write.transfer = None
-
-
-def _may_use_rdma() -> bool:
-    """UCX_TLS is a list of transports, or with ``^`` of those that are left out."""
-    chosen = os.environ.get("UCX_TLS", "all")
-    names = set(chosen.removeprefix("^").split(","))
-    return bool(names & _RDMA_TRANSPORTS) is not chosen.startswith("^")

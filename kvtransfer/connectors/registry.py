@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from isthmus.common.config import AUTO_CONNECTORS, ConnectorName, TransferConfig
+from isthmus.common.config import AUTO_CONNECTORS, UCX_CONNECTORS, ConnectorName, TransferConfig
 from isthmus.common.errors import TransferError
 from isthmus.common.logging import get_logger
 from isthmus.common.types import InstanceRef
@@ -40,12 +40,13 @@ def create_connectors(
     that is named cannot run here or none can.
     """
     agent_name = f"{me.instance_id}@{me.epoch}" + (f"/{tp_rank}" if tp_rank else "")
-    here = Circumstances(agent_name, region, block_bytes, me.address.rpartition(":")[0])
+    here = Circumstances(agent_name, region, block_bytes, _host_of(me.address))
     if config.named_connectors:
         return tuple(_create(name, here, config) for name in config.named_connectors)
-    made, obstacles = [], []
+    made: list[Connector] = []
+    obstacles = []
     for name in AUTO_CONNECTORS:
-        obstacle = _obstacle(name, here)
+        obstacle = _obstacle(name, here, made)
         try:
             if not obstacle:
                 made.append(_create(name, here, config))
@@ -68,10 +69,19 @@ def _create(name: ConnectorName, here: Circumstances, config: TransferConfig) ->
     return FakeConnector(_MAKERS[inner](here), faults)
 
 
-def _obstacle(name: ConnectorName, here: Circumstances) -> str:
+def _host_of(address: str) -> str:
+    """Without the brackets of an IPv6 address."""
+    return address.rpartition(":")[0].removeprefix("[").removesuffix("]")
+
+
+def _obstacle(name: ConnectorName, here: Circumstances, made: Sequence[Connector]) -> str:
     """Why the connector is not tried; empty when it is."""
     if name == "nixl" and importlib.util.find_spec("nixl_cu13") is None:
         return "the wheel nixl-cu13 is not installed"
+    if name == "ucx" and any(connector.name in UCX_CONNECTORS for connector in made):
+        return "a process can have one UCX, which is nixl's here"
+    if name == "ucx" and importlib.util.find_spec("ucxx") is None:
+        return "the wheel ucxx-cu12 is not installed"
     if name == "shm" and here.region.fd < 0:
         return "the KV store is private memory"
     return ""
@@ -95,6 +105,12 @@ def _shm(here: Circumstances) -> Connector:
     return ShmConnector(here.agent_name)
 
 
+def _ucx(here: Circumstances) -> Connector:
+    from isthmus.kvtransfer.connectors.ucx import UcxConnector
+
+    return UcxConnector(here.agent_name, here.host)
+
+
 def _collective(here: Circumstances) -> Connector:
     from isthmus.kvtransfer.connectors.collective import CollectiveConnector
 
@@ -103,6 +119,7 @@ def _collective(here: Circumstances) -> Connector:
 
 _MAKERS: dict[str, Callable[[Circumstances], Connector]] = {
     "nixl": _nixl,
+    "ucx": _ucx,
     "shm": _shm,
     "collective": _collective,
     "local": _local,

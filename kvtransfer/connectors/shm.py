@@ -69,14 +69,16 @@ class _Target:
         return self.num_sent + len(self.outbox)
 
     def flush(self) -> None:
-        """Sends what the socket takes, and sees whether the peer has ended."""
+        """Sends what the socket takes, and sees whether the peer has ended: the socket then takes
+        nothing, and the peer says nothing after its welcome, so whatever can be read is its end.
+        One of the two is asked, since each costs more than all else but the copy."""
         try:
+            if not self.outbox:
+                self.is_gone = self.is_gone or not self.connection.recv(1)
             while self.outbox:
                 count = self.connection.send(self.outbox)
                 self.num_sent += count
                 del self.outbox[:count]
-            # The peer says nothing after its welcome: whatever can be read is its end.
-            self.is_gone = self.is_gone or not self.connection.recv(1)
         except BlockingIOError:
             pass
         except OSError:

@@ -1,5 +1,5 @@
-"""What every connector promises, held against each: NIXL between two processes, the others in one
-(``test_connector_faults`` has the ends that are killed or stopped)."""
+"""What every connector promises, held against each: nixl and ucx between two processes, the others
+in one (``test_connector_faults`` has the ends that are killed or stopped)."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from tests.support.connector_process import (
     drive_until,
     make_end,
 )
+from tests.support.optional_packages import needs_ucxx
 
 BLOCK = 4096
 SOURCE_BLOCKS, TARGET_BLOCKS = 64, 96
@@ -67,22 +68,26 @@ def connect(source: End, target: End) -> Pair:
 
 
 CMA = pytest.param("nixl", marks=pytest.mark.nixl)
+TCP = pytest.param("nixl-tcp", marks=pytest.mark.nixl)
+IN_PROCESSES = frozenset({"nixl", "ucx"})
 KINDS = [
     "local",
     "fake",
     "shm",
     "collective",
     CMA,
-    pytest.param("nixl-tcp", marks=pytest.mark.nixl),
+    TCP,
+    pytest.param("ucx", marks=needs_ucxx),
+    pytest.param("ucx-tcp", marks=needs_ucxx),
 ]
 
 
 def start_end(
     kind: str, name: str, num_blocks: int, seed: int, fabric: LocalFabric | None = None
 ) -> End:
-    if kind in ("nixl", "nixl-tcp"):
-        tls = "tcp" if kind == "nixl-tcp" else ""
-        return ConnectorProcess("nixl", name, num_blocks * BLOCK, seed, BLOCK, tls)
+    connector, _, tls = kind.partition("-")
+    if connector in IN_PROCESSES:
+        return ConnectorProcess(connector, name, num_blocks * BLOCK, seed, BLOCK, tls)
     return make_end(kind, name, num_blocks * BLOCK, seed, BLOCK, fabric)
 
 
@@ -280,6 +285,19 @@ class TestPeerChanges:
         finally:
             for each in ends:
                 each.close()
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in (CMA, TCP)])
+def test_notification_of_a_done_write_comes_though_its_writer_has_closed(kind: str) -> None:
+    """Of NIXL, which sends it after the data and asks no further, this is not known."""
+    pair = make_pair(kind)
+    try:
+        assert pair.write([CopyOp(0, 0, 16 * BLOCK)], b"last words") is WriteState.DONE
+        pair.source.close()
+        assert pair.notifications(1) == [(pair.from_source, b"last words")]
+    finally:
+        pair.source.close()
+        pair.target.close()
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind is not CMA])

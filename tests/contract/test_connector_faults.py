@@ -18,6 +18,7 @@ from tests.support.connector_process import (
     drive_until,
     make_end,
 )
+from tests.support.optional_packages import needs_ucxx
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(180)]
 
@@ -29,13 +30,16 @@ Source = ConnectorProcess | ConnectorEnd
 MakePair = Callable[[str], tuple[Source, ConnectorProcess, PeerName]]
 CMA = pytest.param("nixl", marks=pytest.mark.nixl)
 TCP = pytest.param("nixl-tcp", marks=pytest.mark.nixl)
-EVERY_KIND = ["shm", CMA, TCP]
-WAITING_KINDS = ["collective", TCP]  # whose writes need the other end to make progress
+UCX = pytest.param("ucx", marks=needs_ucxx)
+UCX_TCP = pytest.param("ucx-tcp", marks=needs_ucxx)
+EVERY_KIND = ["shm", CMA, TCP, UCX, UCX_TCP]
+WAITING_KINDS = ["collective", TCP, UCX, UCX_TCP]
+"""Whose writes need the other end to make progress."""
 
 
 def start(kind: str, name: str, seed: int) -> ConnectorProcess:
-    tls = "tcp" if kind == "nixl-tcp" else ""
-    return ConnectorProcess(kind.removesuffix("-tcp"), name, NUM_BLOCKS * BLOCK, seed, BLOCK, tls)
+    connector, _, tls = kind.partition("-")
+    return ConnectorProcess(connector, name, NUM_BLOCKS * BLOCK, seed, BLOCK, tls)
 
 
 @pytest.fixture
@@ -188,18 +192,18 @@ def test_stopped_peer_keeps_a_write_in_progress_until_it_goes_on(
     source.release(handle)
 
 
-@pytest.mark.nixl
+@pytest.mark.parametrize("kind", [TCP, UCX, UCX_TCP])
 def test_removing_a_stopped_peer_fails_its_write_and_leaves_the_connector_usable(
-    make_pair: MakePair,
+    make_pair: MakePair, kind: str
 ) -> None:
-    source, target, to_target = make_pair("nixl-tcp")
+    source, target, to_target = make_pair(kind)
     target.send_signal(signal.SIGSTOP)
     handle = source.post_write(to_target, EVERYTHING, b"x")
     assert source.poll(handle) is WriteState.IN_PROGRESS
     source.remove_peer(to_target)
     assert source.poll(handle) is WriteState.FAILED
     source.release(handle)
-    other = start("nixl-tcp", "other@1", 5)
+    other = start(kind, "other@1", 5)
     try:
         to_other = source.add_peer(*other.introduce())
         fresh = source.post_write(to_other, EVERYTHING, b"y")

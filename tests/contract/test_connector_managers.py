@@ -14,6 +14,7 @@ from isthmus.common.ids import BlockId, InstanceId, RequestId, new_transfer_id
 from isthmus.common.transfer import Checksum, TransferTicket
 from isthmus.common.types import InstanceRef
 from tests.support.connector_process import drive_until
+from tests.support.optional_packages import needs_ucxx
 from tests.support.transfer_process import LAYOUT, NUM_BLOCKS, TransferProcess
 
 pytestmark = pytest.mark.fault
@@ -24,8 +25,11 @@ SOURCE = [BlockId(block) for block in range(len(TARGET))]
 Pair = tuple[TransferProcess, TransferProcess]
 CMA = pytest.param("nixl", marks=pytest.mark.nixl)
 TCP = pytest.param("nixl-tcp", marks=pytest.mark.nixl)
-over_every_connector = pytest.mark.parametrize("kind", ["shm", CMA, TCP])
-over_waiting_connectors = pytest.mark.parametrize("kind", [TCP])  # which need both ends to drive
+UCX = pytest.param("ucx", marks=needs_ucxx)
+over_every_connector = pytest.mark.parametrize("kind", ["shm", CMA, TCP, UCX])
+over_waiting_connectors = pytest.mark.parametrize(
+    "kind", [TCP, UCX]
+)  # which need both ends to drive
 
 
 @pytest.fixture

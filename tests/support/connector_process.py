@@ -103,6 +103,10 @@ def _make_connector(
         from isthmus.kvtransfer.connectors.nixl import NixlConnector
 
         return NixlConnector(name, block_bytes)
+    if kind == "ucx":
+        from isthmus.kvtransfer.connectors.ucx import UcxConnector
+
+        return UcxConnector(name, "127.0.0.1")
     if kind == "shm":
         return ShmConnector(name)
     if kind == "collective":

@@ -165,3 +165,31 @@ def _has_ended(connection: socket.socket) -> bool:
         return False
     except ConnectionResetError:
         return True
+
+
+def has_ipv6() -> bool:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="needs the loopback address of IPv6")
+def test_two_ends_meet_over_ipv6() -> None:
+    ends = [ConnectorEnd(CollectiveConnector(name, "::1"), 4096, seed=2) for name in "ab"]
+    try:
+        peer = ends[0].add_peer(*ends[1].introduce())
+        handle = ends[0].post_write(peer, [CopyOp(0, 1024, 512)], b"n")
+        arrived: list[bytes] = []
+
+        def has_ended() -> bool:
+            arrived.extend(payload for _, payload in ends[1].take_notifications())
+            return ends[0].poll(handle) is WriteState.DONE
+
+        drive_until(has_ended)
+        assert arrived == [b"n"]
+        assert ends[1].read()[1024:1536] == ends[0].read()[:512]
+    finally:
+        for end in ends:
+            end.close()

@@ -14,6 +14,7 @@ from isthmus.common.config import TransferConfig
 from isthmus.common.errors import ConfigError, HandshakeError, TransferError
 from isthmus.common.ids import InstanceId
 from isthmus.common.types import InstanceRef
+from isthmus.kvtransfer.connectors import registry
 from isthmus.kvtransfer.connectors.fake import FakeConnector, Fault, FaultKind, parse_script
 from isthmus.kvtransfer.connectors.local import LocalConnector, LocalFabric
 from isthmus.kvtransfer.connectors.registry import create_connectors
@@ -50,6 +51,12 @@ class Ends:
     @property
     def notifications(self) -> list[bytes]:
         return [payload for _, payload in self.target.take_notifications()]
+
+
+class Named(LocalConnector):
+    def __init__(self, name: str) -> None:
+        super().__init__(name, LocalFabric())
+        self.name = name
 
 
 BUSY, DONE, FAILED = WriteState.IN_PROGRESS, WriteState.DONE, WriteState.FAILED
@@ -117,7 +124,7 @@ def test_script_is_read() -> None:
 
 
 @pytest.mark.parametrize(
-    "script", ["x:fail", "1:explode", "1", "1:delay=soon", "1%0:fail", "ucx|1:fail"]
+    "script", ["x:fail", "1:explode", "1", "1:delay=soon", "1%0:fail", "teleport|1:fail"]
 )
 def test_unreadable_script_is_a_configuration_error(script: str) -> None:
     with pytest.raises(ConfigError, match="fault_script"):
@@ -129,6 +136,57 @@ def test_registry_names_connectors_after_instance_and_epoch() -> None:
     local, fake = create_connectors(config, ME, MemoryRegion(0, 1), 64)
     assert (local.name, fake.name) == ("local", "fake")
     assert msgspec.msgpack.decode(local.metadata())["name"] == "prefill-0@4"
+
+
+def test_nixl_and_ucx_are_not_both_had_in_one_process() -> None:
+    with pytest.raises(ValueError, match="nixl and ucx cannot share a process"):
+        TransferConfig(connector=["ucx", "shm", "nixl"])
+    code = (
+        "import sys, types\n"
+        "from isthmus.common.errors import TransferError\n"
+        "from isthmus.kvtransfer.connectors.ucx_process import claim\n"
+        "claim('ucx')\n"
+        "sys.modules['nixl_cu13'] = types.ModuleType('nixl_cu13')\n"
+        "claim('nixl')\n"
+        "try:\n"
+        "    claim('ucx')\n"
+        "except TransferError as refused:\n"
+        "    sys.exit('nixl_cu13 is loaded already' not in refused.message)\n"
+        "sys.exit(2)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+
+
+def test_missing_ucxx_is_told_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ucxx", None)
+    monkeypatch.delitem(sys.modules, "nixl_cu13", raising=False)
+    with pytest.raises(TransferError, match=r"pip install 'isthmus\[ucx\]'"):
+        create_connectors(TransferConfig(connector="ucx"), ME, MemoryRegion(0, 1), 64)
+
+
+@pytest.mark.parametrize(
+    ("installed", "offered"),
+    [
+        ({"nixl_cu13", "ucxx"}, ["nixl", "collective"]),
+        ({"ucxx"}, ["ucx", "collective"]),
+        (set(), ["collective"]),
+    ],
+)
+def test_auto_takes_ucx_where_nixl_is_not(
+    monkeypatch: pytest.MonkeyPatch, installed: set[str], offered: list[str]
+) -> None:
+    monkeypatch.setattr(
+        registry.importlib.util, "find_spec", lambda name: name in installed or None
+    )
+    for name in ("nixl", "ucx", "collective"):
+        monkeypatch.setitem(registry._MAKERS, name, lambda here, name=name: Named(name))
+    made = create_connectors(TransferConfig(connector="auto"), ME, MemoryRegion(0, 1), 64)
+    assert [connector.name for connector in made] == offered
+
+
+def test_brackets_of_an_ipv6_address_are_not_the_hosts() -> None:
+    assert registry._host_of("[fd00::1]:7000") == "fd00::1"
+    assert registry._host_of("10.0.0.1:7000") == "10.0.0.1"
 
 
 def test_local_connector_reaches_its_own_process_only() -> None:
@@ -157,9 +215,10 @@ def test_closed_peer_is_never_written_to() -> None:
     assert not ends.target_bytes.any()
 
 
-def test_manager_and_registry_import_neither_torch_nor_nixl() -> None:
+def test_manager_and_registry_import_neither_torch_nor_ucx() -> None:
     code = (
         "import sys; import isthmus.kvtransfer.manager, isthmus.kvtransfer.connectors.registry; "
-        "sys.exit(any(name.split('.')[0] in ('torch', 'nixl_cu13') for name in sys.modules))"
+        "loaded = {name.split('.')[0] for name in sys.modules}; "
+        "sys.exit(bool(loaded & {'torch', 'nixl_cu13', 'ucxx'}))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

@@ -101,6 +101,22 @@ async def test_connector_that_cannot_register_leaves_none_open() -> None:
     taken.close()
 
 
+class Unable(RenamedConnector):
+    def register(self, region: MemoryRegion) -> None:
+        raise TransferError("no such device", stage="register")
+
+
+async def test_connector_that_cannot_register_and_need_not_is_left_out() -> None:
+    able, unable = RenamedConnector("a", LocalFabric()), Unable("b", LocalFabric())
+    drivers = Drivers([unable, able], MemoryRegion(0, 1), SystemClock(), must_have_all=False)
+    assert [offer.name for offer in drivers.offers] == ["a"]
+    assert (able.is_closed, unable.is_closed) == (False, True)
+    assert await drivers.close(TIMEOUT_S)
+    assert able.is_closed
+    with pytest.raises(TransferError, match="nothing can move KV here: b: no such device"):
+        Drivers([unable], MemoryRegion(0, 1), SystemClock(), must_have_all=False)
+
+
 async def test_idle_sweep_ends_when_woken() -> None:
     drivers = Drivers([RenamedConnector("a", LocalFabric())], MemoryRegion(0, 1), SystemClock())
     sweep = asyncio.ensure_future(drivers.sweep(TIMEOUT_S * 10))

@@ -16,6 +16,7 @@ from tests.support.transfer_pair import LAYOUT
 
 NIXL, RDMA = ConnectorOffer("nixl", b""), ConnectorOffer("nixl", b"", is_direct=True)
 SHM, SHM_ELSEWHERE = ConnectorOffer("shm", b"", "here"), ConnectorOffer("shm", b"", "there")
+UCX, UCX_RDMA = ConnectorOffer("ucx", b""), ConnectorOffer("ucx", b"", is_direct=True)
 COLLECTIVE = ConnectorOffer("collective", b"", "cpu")
 COLLECTIVE_ON_GPU = ConnectorOffer("collective", b"", "cuda")
 
@@ -41,6 +42,10 @@ def both_ways(ours: TransferOffer, theirs: TransferOffer) -> str:
         ((NIXL, SHM, COLLECTIVE), (NIXL, SHM_ELSEWHERE, COLLECTIVE), "nixl"),
         ((NIXL, COLLECTIVE), (COLLECTIVE, NIXL), "nixl"),
         ((SHM, COLLECTIVE), (NIXL, SHM_ELSEWHERE, COLLECTIVE), "collective"),
+        ((UCX_RDMA, SHM, COLLECTIVE), (UCX_RDMA, SHM, COLLECTIVE), "ucx"),
+        ((UCX, SHM, COLLECTIVE), (UCX_RDMA, SHM, COLLECTIVE), "shm"),
+        ((UCX, COLLECTIVE), (UCX_RDMA, SHM, COLLECTIVE), "ucx"),
+        ((NIXL, SHM, COLLECTIVE), (UCX, SHM_ELSEWHERE, COLLECTIVE), "collective"),
     ],
 )
 def test_best_that_both_can_use_together(
