@@ -66,7 +66,7 @@ class Store:
         self._bytes: Bytes | None = None  # of host memory
         if region.device == "cpu":
             there = (ctypes.c_uint8 * region.num_bytes).from_address(region.base_address)
-            self._bytes = np.frombuffer(there, dtype=np.uint8)
+            self._bytes = np.frombuffer(memoryview(there), dtype=np.uint8)
 
     def at(self, offset: int, num_bytes: int) -> Any:
         if self._bytes is None:
@@ -187,7 +187,7 @@ class UcxLine:
     def _take_part(self, messages: list[bytes]) -> None:
         self._reading.check_error()
         if self._message is self._length:
-            (num_bytes,) = LENGTH.unpack(self._length)
+            (num_bytes,) = LENGTH.unpack(self._length.tobytes())
             if not 0 < num_bytes <= MAX_BYTES:
                 raise LineError(f"a message of {num_bytes} bytes")
             self._message = np.empty(num_bytes, dtype=np.uint8)

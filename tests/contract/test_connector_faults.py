@@ -31,9 +31,8 @@ MakePair = Callable[[str], tuple[Source, ConnectorProcess, PeerName]]
 CMA = pytest.param("nixl", marks=pytest.mark.nixl)
 TCP = pytest.param("nixl-tcp", marks=pytest.mark.nixl)
 UCX = pytest.param("ucx", marks=needs_ucxx)
-UCX_TCP = pytest.param("ucx-tcp", marks=needs_ucxx)
-EVERY_KIND = ["shm", CMA, TCP, UCX, UCX_TCP]
-WAITING_KINDS = ["collective", TCP, UCX, UCX_TCP]
+EVERY_KIND = ["shm", CMA, TCP, UCX]
+WAITING_KINDS = ["collective", TCP, UCX]
 """Whose writes need the other end to make progress."""
 
 
@@ -192,7 +191,7 @@ def test_stopped_peer_keeps_a_write_in_progress_until_it_goes_on(
     source.release(handle)
 
 
-@pytest.mark.parametrize("kind", [TCP, UCX, UCX_TCP])
+@pytest.mark.parametrize("kind", [TCP, UCX])
 def test_removing_a_stopped_peer_fails_its_write_and_leaves_the_connector_usable(
     make_pair: MakePair, kind: str
 ) -> None:
