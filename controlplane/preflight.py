@@ -59,6 +59,9 @@ def check(config: ClusterConfig) -> ClusterConfig:
     if config.registry.port:
         probe_port(config.registry.host, config.registry.port, "--set registry.port=…")
     port = probe_ports(config.gateway.host, config.gateway.port, config.gateway.replicas)
+    if config.gateway.shared_port:
+        option = "--set gateway.shared_port=…"
+        probe_port(config.gateway.host, config.gateway.shared_port, option)
     return config.model_copy(update={"gateway": config.gateway.model_copy(update={"port": port})})
 
 

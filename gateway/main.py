@@ -30,7 +30,7 @@ from isthmus.common.model_files import locate_model
 from isthmus.common.registry.embedded import EmbeddedRegistryClient
 from isthmus.gateway.app import ModelIdentity, build_gateway, create_app
 from isthmus.gateway.routing import Routing
-from isthmus.gateway.server import HttpServer, bind_socket
+from isthmus.gateway.server import HttpServer, bind_sockets
 from isthmus.gateway.tokenizer import load_tokenizer
 
 CONFIG_VARIABLE = "ISTHMUS_PROCESS_CONFIG"
@@ -62,8 +62,11 @@ def parse_args(argv: Sequence[str] | None = None) -> GatewayArgs:
         raise ConfigError(f"the configuration is not valid: {error}", stage="start") from error
 
 
-async def serve(args: GatewayArgs, model: ModelIdentity, listener: socket.socket) -> None:
-    """Runs until a signal has been handled and everything is closed."""
+async def serve(
+    args: GatewayArgs, model: ModelIdentity, listeners: Sequence[socket.socket]
+) -> None:
+    """Runs until a signal has been handled and everything is closed. The first of ``listeners`` is
+    this gateway's own."""
     config = args.config
     async with AsyncExitStack() as stack:
         registry = EmbeddedRegistryClient(args.registry)
@@ -74,7 +77,7 @@ async def serve(args: GatewayArgs, model: ModelIdentity, listener: socket.socket
         gc.collect()
         gc.freeze()  # vocabulary and application are permanent: no collection walks over them
         _handle_signals(server)
-        host, port = listener.getsockname()[:2]
+        host, port = listeners[0].getsockname()[:2]
         get_logger("gateway").info("gateway listening", address=f"{host}:{port}", model=model.name)
         state = routing.router.state
         state.on_change = lambda: gateway.decode_client.follow(gateway.router.decode_refs())
@@ -86,7 +89,7 @@ async def serve(args: GatewayArgs, model: ModelIdentity, listener: socket.socket
             state.on_change = None
 
         stack.callback(look_away)
-        await server.serve(sockets=[listener])
+        await server.serve(sockets=list(listeners))
 
 
 def _handle_signals(server: HttpServer) -> None:
@@ -106,17 +109,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = parse_args(argv)
         configure_logging(args.config.logging, role="gateway", instance=args.gateway_id)
-        listener = bind_socket(
-            args.config.gateway.host,
-            args.config.gateway.port,
-            args.config.gateway.request_timeout_ms,
-        )
+        listeners = bind_sockets(args.config.gateway)
         files = locate_model(args.config.model.path)
         model = ModelIdentity(load_tokenizer(files), files.name)
     except IsthmusError as error:
         sys.stderr.write(f"{error.message}\n")
         return 1
-    uvloop.run(serve(args, model, listener))
+    uvloop.run(serve(args, model, listeners))
     return 0
 
 

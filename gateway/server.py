@@ -9,10 +9,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from isthmus.common.config import GatewayConfig
 from isthmus.common.errors import ConfigError
 from isthmus.common.logging import RateLimitedLog, get_logger
 
@@ -21,9 +22,10 @@ KEEP_ALIVE_S = 75
 MAX_REQUEST_LINE = 65_536  # of which that much is waited for before it is parsed as it is
 
 
-def bind_socket(host: str, port: int, unread_ms: int) -> socket.socket:
+def bind_socket(host: str, port: int, unread_ms: int, *, is_shared: bool = False) -> socket.socket:
     """``unread_ms``: how long a client may leave what it was sent unread before its connection is
-    ended.
+    ended. ``is_shared``: with other processes that say so too; the kernel divides new connections
+    among them.
 
     Raises ConfigError with one clear sentence when the address cannot be had."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -32,6 +34,8 @@ def bind_socket(host: str, port: int, unread_ms: int) -> socket.socket:
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if is_shared:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     # A closed connection keeps its socket for what is still to be sent, and a client that reads
     # nothing would keep it for ever. Accepted sockets inherit this too.
     if sys.platform == "linux":
@@ -41,10 +45,28 @@ def bind_socket(host: str, port: int, unread_ms: int) -> socket.socket:
         listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
-        message = f"cannot listen on {host}:{port}: {error.strerror}; choose another gateway.port"
+        key = "gateway.shared_port" if is_shared else "gateway.port"
+        message = f"cannot listen on {host}:{port}: {error.strerror}; choose another {key}"
         raise ConfigError(message, stage="start") from error
     listener.setblocking(False)
     return listener
+
+
+def bind_sockets(config: GatewayConfig) -> list[socket.socket]:
+    """The gateway's own port, and the one that it shares with the others where there is one.
+
+    Raises ConfigError."""
+    own = bind_socket(config.host, config.port, config.request_timeout_ms)
+    if not config.shared_port:
+        return [own]
+    try:
+        shared = bind_socket(
+            config.host, config.shared_port, config.request_timeout_ms, is_shared=True
+        )
+    except ConfigError:
+        own.close()
+        raise
+    return [own, shared]
 
 
 class _ServerLog(logging.Handler):
@@ -96,7 +118,7 @@ class _HttpProtocol(HttpToolsProtocol):
 class HttpServer(uvicorn.Server):
     """Ends when ``should_exit`` is set; open streams then have ``drain_s`` to finish."""
 
-    def __init__(self, app: FastAPI, drain_s: float) -> None:
+    def __init__(self, app: ASGIApp, drain_s: float) -> None:
         logger = logging.getLogger("uvicorn.error")
         logger.handlers, logger.propagate = [_ServerLog()], False
         super().__init__(

@@ -77,6 +77,13 @@ class GatewayConfig(Node):
         description="of the first gateway, the next ones have the ports after it; 0 = any free",
     )
     replicas: int = Field(1, ge=1, le=64, description="gateway processes")
+    shared_port: int = Field(
+        0,
+        ge=0,
+        le=65_535,
+        description="on which every gateway listens beside its own: the kernel divides new "
+        "connections among them; 0 = none",
+    )
     request_timeout_ms: int = Field(600_000, ge=1, description="deadline of one request")
     max_body_bytes: int = Field(16 * 2**20, ge=1, description="larger request bodies get 413")
     max_inflight: int = Field(1024, ge=1, description="more concurrent requests get 429")
