@@ -12,7 +12,12 @@ from isthmus.common.errors import InfeasibleSloError, IsthmusError
 from isthmus.common.logging import get_logger
 from isthmus.common.timeline import STAGES, Event, spans_of
 from isthmus.common.types import LocalPrefillReason, RouteAction, RouteDecision
-from isthmus.gateway.class_metrics import metrics_of
+from isthmus.gateway.class_metrics import (
+    admission_counter,
+    metrics_of,
+    offered_counter,
+    outcome_counter,
+)
 from isthmus.gateway.goodput import GoodputWindow
 from isthmus.gateway.measured import measure, num_cached_tokens, whole_timeline
 
@@ -47,15 +52,13 @@ class Offer:
 
     def count_offered(self) -> None:
         self.is_counted = True
-        metrics.REQUESTS_OFFERED.labels(slo_class=self.slo_class, tenant=self.tenant).inc()
+        offered_counter(self.slo_class, self.tenant).inc()
 
     def count_decision(self, decision: str, reason: str) -> None:
-        metrics.ADMISSION.labels(slo_class=self.slo_class, decision=decision, reason=reason).inc()
+        admission_counter(self.slo_class, decision, reason).inc()
 
     def count_end(self, verdict: Verdict, goodput: GoodputWindow, *, has_missed: bool) -> None:
-        metrics.REQUESTS.labels(
-            slo_class=self.slo_class, tenant=self.tenant, outcome=verdict.value
-        ).inc()
+        outcome_counter(self.slo_class, self.tenant, verdict.value).inc()
         if is_offered(verdict, has_missed=has_missed):
             goodput.add(self.slo_class, self.tenant, is_good=verdict is Verdict.GOOD)
 

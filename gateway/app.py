@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.types import ASGIApp
 
 from isthmus.common.clock import Clock
 from isthmus.common.config import ClusterConfig
@@ -85,16 +86,15 @@ def build_gateway(
     )
 
 
-def create_app(gateway: Gateway) -> FastAPI:
+def create_app(gateway: Gateway) -> ASGIApp:
     app = FastAPI(title="Isthmus", docs_url="/docs", redoc_url=None, redirect_slashes=False)
     app.state.gateway = gateway
     for routes in (completions, models, tokens, operations):
         app.include_router(routes.router)
     app.add_exception_handler(IsthmusError, _typed_error)
     app.add_exception_handler(HTTPException, _http_error)
-    app.add_middleware(DirectRoutes, posts=completions.POSTS)
-    app.add_middleware(UnexpectedErrors)  # the outermost: it sees what the others raise
-    return app
+    app.add_middleware(UnexpectedErrors)
+    return DirectRoutes(app, completions.POSTS)
 
 
 async def _typed_error(request: Request, error: Exception) -> Response:

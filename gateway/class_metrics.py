@@ -1,6 +1,7 @@
-"""The histograms of one class of service, looked up once: a label costs as much as an observation.
+"""The metrics of one class of service, looked up once: a label costs as much as an observation.
 
-Classes come from the configuration, so there are few of them.
+Classes and the labels of tenants come from the configuration, and verdicts, decisions and reasons
+are words of ours, so there are few of each.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
-from prometheus_client import Histogram
+from prometheus_client import Counter, Histogram
 
 from isthmus.common import metrics
 
@@ -37,3 +38,18 @@ def metrics_of(slo_class: str) -> ClassMetrics:
         ttft_slack=metrics.SLACK.labels(slo_class=slo_class, target="ttft"),
         tpot_slack=metrics.SLACK.labels(slo_class=slo_class, target="tpot"),
     )
+
+
+@cache
+def offered_counter(slo_class: str, tenant: str) -> Counter:
+    return metrics.REQUESTS_OFFERED.labels(slo_class=slo_class, tenant=tenant)
+
+
+@cache
+def outcome_counter(slo_class: str, tenant: str, outcome: str) -> Counter:
+    return metrics.REQUESTS.labels(slo_class=slo_class, tenant=tenant, outcome=outcome)
+
+
+@cache
+def admission_counter(slo_class: str, decision: str, reason: str) -> Counter:
+    return metrics.ADMISSION.labels(slo_class=slo_class, decision=decision, reason=reason)

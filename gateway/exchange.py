@@ -34,7 +34,7 @@ class Exchange:
         self._news = asyncio.Event()
         self._changed: dict[int, Choice] = {}
         self._num_done = 0
-        self._has_begun = False
+        self._has_begun = self._has_flushed = False
         self._accounting: Accounting | None = Accounting(self, services.clock, services.goodput)
         self._deadline = asyncio.get_running_loop().call_later(self.seconds_left(), self._expire)
 
@@ -97,11 +97,12 @@ class Exchange:
 
     def mark_flushed(self, *, has_content: bool) -> None:
         """Call after bytes have been handed to the client's connection."""
-        now_ns = self._clock.now_ns()
-        if has_content and self.plan.is_streamed:
-            self.timeline.mark(Event.FIRST_FLUSH, now_ns)
+        is_first = has_content and self.plan.is_streamed and not self._has_flushed
+        if is_first:
+            self._has_flushed = True
+            self.timeline.mark(Event.FIRST_FLUSH, self._clock.now_ns())
         if self.is_done:
-            self.timeline.mark(Event.FINISHED, now_ns)
+            self.timeline.mark(Event.FINISHED, self._clock.now_ns())
 
     def cancel(self) -> None:
         """The client went away: aborts everywhere, whatever the stage."""

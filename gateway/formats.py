@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from isthmus.common.types import FinishReason, TokenLogprob
 from isthmus.gateway.choice import Choice
+from isthmus.gateway.event_frame import TextFrame, frame
 from isthmus.gateway.exchange import Exchange
 from isthmus.gateway.measured import num_cached_tokens, service_report
 from isthmus.gateway.plan import ChoiceDelta
@@ -21,7 +22,9 @@ LEAST_LOGPROB = -9999.0
 
 
 class AnswerFormat(Protocol):
-    def chunks(self, choice: Choice, delta: ChoiceDelta) -> Iterable[dict[str, Any]]: ...
+    def frames(self, choice: Choice, delta: ChoiceDelta) -> Iterable[bytes]:
+        """The events of what a choice has gained."""
+        ...
 
     def usage_chunk(self, exchange: Exchange) -> dict[str, Any] | None: ...
 
@@ -46,8 +49,19 @@ class ChatFormat:
         self._has_usage = usage
         self._has_token_ids = token_ids
         self._begun: set[int] = set()
+        self._text_frames: dict[int, TextFrame] = {}
 
-    def chunks(self, choice: Choice, delta: ChoiceDelta) -> Iterable[dict[str, Any]]:
+    def frames(self, choice: Choice, delta: ChoiceDelta) -> Iterable[bytes]:
+        is_plain = choice.index in self._begun and _is_text_alone(delta)
+        if not is_plain or self._has_token_ids:
+            return [frame(chunk) for chunk in self._chunks(choice, delta)]
+        template = self._text_frames.get(choice.index)
+        if template is None:
+            empty = self._chunk(choice.index, {"content": ""}, None, ChoiceDelta())
+            template = self._text_frames[choice.index] = TextFrame(empty, "content")
+        return (template.fill(delta.text),)
+
+    def _chunks(self, choice: Choice, delta: ChoiceDelta) -> Iterable[dict[str, Any]]:
         if choice.index not in self._begun:
             is_first = not self._begun
             self._begun.add(choice.index)
@@ -152,12 +166,23 @@ class CompletionFormat:
         self._has_token_ids = token_ids
         self._begun: set[int] = set()
         self._offsets: dict[int, int] = {}
+        self._text_frames: dict[int, TextFrame] = {}
 
-    def chunks(self, choice: Choice, delta: ChoiceDelta) -> Iterable[dict[str, Any]]:
-        chunk = {**self._head, "choices": [self._choice(choice, delta)]}
+    def frames(self, choice: Choice, delta: ChoiceDelta) -> Iterable[bytes]:
+        is_plain = choice.index in self._begun and _is_text_alone(delta)
+        if not is_plain or self._has_token_ids:
+            return (frame(self._chunk(choice, delta)),)
+        template = self._text_frames.get(choice.index)
+        if template is None:
+            empty = self._chunk(choice, ChoiceDelta())
+            template = self._text_frames[choice.index] = TextFrame(empty, "text")
+        return (template.fill(delta.text),)
+
+    def _chunk(self, choice: Choice, delta: ChoiceDelta) -> dict[str, Any]:
+        chunk: dict[str, Any] = {**self._head, "choices": [self._choice(choice, delta)]}
         if self._has_usage:
             chunk["usage"] = None
-        yield chunk
+        return chunk
 
     def usage_chunk(self, exchange: Exchange) -> dict[str, Any] | None:
         if not self._has_usage:
@@ -245,6 +270,10 @@ def usage_of(exchange: Exchange) -> dict[str, Any]:
         "prompt_tokens_details": {"cached_tokens": num_cached_tokens(exchange)},
         "isthmus": service_report(exchange, exchange.now_ns()),
     }
+
+
+def _is_text_alone(delta: ChoiceDelta) -> bool:
+    return bool(delta.text) and not delta.logprobs and delta.finish_reason is None
 
 
 def _with_chosen(item: TokenLogprob) -> Sequence[tuple[int, float]]:

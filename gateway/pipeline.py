@@ -88,8 +88,7 @@ class Pipeline:
 
     @property
     def model_name(self) -> str:
-        names = (info.model for info in self._router.instances())
-        return self._served_name or next(names, "") or self._default_name
+        return self._served_name or self._router.model() or self._default_name
 
     def check_model(self, model: str | None) -> None:
         if model is not None and model != self.model_name:

@@ -20,6 +20,7 @@ from isthmus.common.timeline import Timeline
 from isthmus.common.types import InstanceRef, RouteDecision
 from isthmus.gateway.decider import Asker, Decider
 from isthmus.gateway.plan import GenerationPlan, PreparedPrompt
+from isthmus.router.cluster_view import ClusterView
 from isthmus.router.router import Router
 from isthmus.router.types import Outcome, RouteQuery
 
@@ -56,6 +57,29 @@ class ChoiceQuery:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class ClusterFacts:
+    """What every request must know of the instances there are, found out once for each change of
+    them. ``kinds``: model fingerprint and block size, which decide what a prompt's hashes are."""
+
+    num_changes: int
+    model: str | None
+    max_model_len: int | None
+    can_decode: bool
+    kinds: frozenset[tuple[str, int]]
+
+    @classmethod
+    def of(cls, cluster: ClusterView) -> ClusterFacts:
+        infos = [view.info for view in cluster]
+        return cls(
+            cluster.num_changes,
+            next((info.model for info in infos), None),
+            min((info.max_model_len for info in infos), default=None),
+            any(info.role is not Role.PREFILL for info in infos),
+            frozenset((info.kv_layout.model_fingerprint, info.block_size) for info in infos),
+        )
+
+
 class RouterClient:
     """``router``: whose view of the cluster this is; ``decider``: who is asked."""
 
@@ -63,6 +87,7 @@ class RouterClient:
         self._router = router
         self._clock = clock
         self._decider = decider
+        self._known = ClusterFacts.of(router.cluster)
 
     def route(self, query: ChoiceQuery, asker: Asker, *, may_wait: bool) -> None:
         """``asker`` hears once what came of it, unless it withdraws first."""
@@ -149,7 +174,7 @@ class RouterClient:
 
     def require_decode(self) -> None:
         """Raises NoInstanceError when nobody could serve, before any work is done for a request."""
-        if not any(info.role is not Role.PREFILL for info in self.instances()):
+        if not self._facts().can_decode:
             message = "no decode or mixed instance is registered"
             raise NoInstanceError(
                 message,
@@ -161,12 +186,20 @@ class RouterClient:
     def hash_prompt(self, token_ids: Sequence[int], cache_salt: str) -> tuple[HashChain, ...]:
         """Hashes of the full blocks as the instances make them, one chain for each size of block
         and model that they have; empty while no instance is known."""
-        kinds = {(info.kv_layout.model_fingerprint, info.block_size) for info in self.instances()}
         return tuple(
             tuple(block_hashes(token_ids, block_size, root_hash(fingerprint, cache_salt)))
-            for fingerprint, block_size in kinds
+            for fingerprint, block_size in self._facts().kinds
         )
+
+    def model(self) -> str | None:
+        """What the instances serve; None while none is known."""
+        return self._facts().model
 
     def max_model_len(self) -> int | None:
         """The longest sequence that every serving instance accepts; None while none is known."""
-        return min((info.max_model_len for info in self.instances()), default=None)
+        return self._facts().max_model_len
+
+    def _facts(self) -> ClusterFacts:
+        if self._known.num_changes != self._router.cluster.num_changes:
+            self._known = ClusterFacts.of(self._router.cluster)
+        return self._known

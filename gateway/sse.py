@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from typing import Any
 
-import orjson
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from isthmus.common.errors import CancelledError, DeadlineError, IsthmusError
 from isthmus.gateway.error_response import error_body
+from isthmus.gateway.event_frame import frame
 from isthmus.gateway.exchange import Exchange
 from isthmus.gateway.formats import AnswerFormat
 from isthmus.gateway.unexpected import internal_error, log_unexpected
@@ -25,16 +24,6 @@ from isthmus.gateway.waiting import until_left
 
 DONE = b"data: [DONE]\n\n"
 STALL_S = 5.0
-# Line breaks to Unicode but not to SSE. Clients that split by the former would cut an event in two.
-_FOREIGN_BREAKS = {mark.encode(): b"\\u%04x" % ord(mark) for mark in "\x85\u2028\u2029"}
-
-
-def frame(payload: Mapping[str, Any]) -> bytes:
-    data = orjson.dumps(payload)
-    if not data.isascii():
-        for mark, escaped in _FOREIGN_BREAKS.items():
-            data = data.replace(mark, escaped)
-    return b"data: " + data + b"\n\n"
 
 
 class ClientWatch:
@@ -67,10 +56,9 @@ class EventStreamResponse(Response):
         watch: ClientWatch,
         on_end: Callable[[], None],
     ) -> None:
-        super().__init__(
-            headers={**headers, "cache-control": "no-cache", "x-accel-buffering": "no"}
-        )
-        del self.headers["content-length"]
+        # Not the parent's way: it would render a body, and state its length.
+        self.status_code, self.background = 200, None
+        self.init_headers({**headers, "cache-control": "no-cache", "x-accel-buffering": "no"})
         self._exchange = exchange
         self._answer = answer
         self._watch = watch
@@ -121,7 +109,7 @@ class EventStreamResponse(Response):
         frames: list[bytes] = []
         has_content = False
         for choice, delta in self._exchange.take():
-            frames += [frame(chunk) for chunk in self._answer.chunks(choice, delta)]
+            frames += self._answer.frames(choice, delta)
             has_content = has_content or bool(delta.text)
         if is_last:
             if usage := self._answer.usage_chunk(self._exchange):

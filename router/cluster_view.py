@@ -115,6 +115,9 @@ class ClusterView:
     max_failures: int
     open_ms: int
     is_registry_connected: bool = False
+    num_changes: int = 0
+    """Grows whenever somebody comes, goes or says something new of himself: what was derived from
+    who is there, and from their records, is then to be derived again."""
     views: dict[InstanceId, InstanceView] = field(default_factory=dict)
     lost: dict[InstanceId, LostInstance] = field(default_factory=dict)
     _alike: dict[tuple[Role, CompatKey], dict[InstanceId, None]] = field(default_factory=dict)
@@ -199,6 +202,7 @@ class ClusterView:
             self._find_partners()
 
     def _find_partners(self) -> None:
+        self.num_changes += 1
         kept = {view.key for view in self.views.values() if view.info.role is not Role.PREFILL}
         problems = pairing_problems(view.info for view in self.views.values())
         self._has_problems = bool(problems)

@@ -44,7 +44,7 @@ async def test_it_is_logged_once_counted_once_and_told_without_its_traceback(
     if stage == "plan":
         monkeypatch.setattr(gateway.gateway.pipeline, "render", boom)
     else:
-        monkeypatch.setattr(ChatFormat, "whole" if stage == "answer" else "chunks", boom)
+        monkeypatch.setattr(ChatFormat, "whole" if stage == "answer" else "frames", boom)
     before, before_ok = ended("error"), ended("good")
     body = BODY | {"stream": stage == "stream"}
     with capture_logs() as lines:

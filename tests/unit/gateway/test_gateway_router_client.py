@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from isthmus.common.cluster import Role
+from isthmus.common.errors import NoInstanceError
 from isthmus.common.hashing import block_hashes, root_hash
+from isthmus.common.ids import InstanceId
 from isthmus.gateway.decider import EmbeddedDecider
 from isthmus.gateway.router_client import RouterClient
 from isthmus.router.driver import RouterDriver
@@ -29,3 +33,25 @@ def test_a_prompt_is_hashed_once_for_each_size_of_block() -> None:
 def test_a_prompt_has_no_hashes_while_no_instance_is_known() -> None:
     cluster = Cluster()
     assert client_of(cluster).hash_prompt([1, 2, 3], "") == ()
+
+
+def test_what_is_known_of_the_instances_follows_them() -> None:
+    cluster = Cluster()
+    client = client_of(cluster)
+    assert (client.model(), client.max_model_len()) == (None, None)
+    with pytest.raises(NoInstanceError):
+        client.require_decode()
+    prefill = cluster.join("p0", Role.PREFILL, max_model_len=600)
+    assert (client.model(), client.max_model_len()) == (prefill.model, 600)
+    with pytest.raises(NoInstanceError):
+        client.require_decode()
+    cluster.join("d0", Role.DECODE, max_model_len=500)
+    client.require_decode()
+    assert client.max_model_len() == 500
+    state = cluster.router.state
+    state.registry_connected(is_connected=True)
+    state.deregistered(InstanceId("d0"))
+    state.stream_broken(InstanceId("d0"), 1, "it is gone")
+    assert client.max_model_len() == 600
+    with pytest.raises(NoInstanceError):
+        client.require_decode()

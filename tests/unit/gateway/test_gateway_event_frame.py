@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from isthmus.gateway.sse import frame
+from isthmus.gateway.event_frame import TextFrame, frame
 
 
 @pytest.mark.parametrize(
@@ -21,3 +21,14 @@ def test_no_text_breaks_the_line_of_its_event(text: str) -> None:
 
 def test_other_characters_stay_as_they_are() -> None:
     assert "é🙂\u2027\u202a" in frame({"text": "é🙂\u2027\u202a"}).decode()
+
+
+@pytest.mark.parametrize(
+    "text", ["", " the", '"content":""', "a\nb\\", "\u2028 \x85", "é🙂", '{"id": 1}']
+)
+@pytest.mark.parametrize("model", ["tiny", '"content":""', 'a "quoted" name'])
+def test_a_filled_frame_is_the_frame_of_the_whole_event(text: str, model: str) -> None:
+    def event(content: str) -> dict[str, object]:
+        return {"model": model, "choices": [{"delta": {"content": content}, "logprobs": None}]}
+
+    assert TextFrame(event(""), "content").fill(text) == frame(event(text))
