@@ -90,7 +90,7 @@ class TransferManager:
             self._receives, self._peers, ports, self._observer, self._connector_with
         )
         self._timer: asyncio.TimerHandle | None = None
-        self._severing = Severing(self._sends, self.forget, self._arm_timer, self._break)
+        self._severing = Severing(self._sends, self._forget_epoch, self._arm_timer, self._break)
         self._is_closed = False
         self._failure: IsthmusError | None = None
         self._log = RateLimitedLog(get_logger("kvtransfer"))
@@ -172,6 +172,11 @@ class TransferManager:
         )
         await self._peers.forget(instance_id, lost, is_gone)
         self._pollers.look()
+
+    async def _forget_epoch(self, ref: InstanceRef) -> None:
+        """Nothing where another epoch is the peer by now: this one was dropped for it."""
+        if self._peers.find(ref) is not None:
+            await self.forget(ref.instance_id)
 
     def _peer_leaves(self, instance_id: InstanceId, error: IsthmusError, is_gone: bool) -> None:
         for receive in list(self._receives.values()):

@@ -75,6 +75,27 @@ async def test_a_hung_write_keeps_its_session_no_longer_than_the_quarantine() ->
         await send.drained()
 
 
+async def test_a_write_to_an_instance_that_has_restarted_ends_nothing_of_its_successor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def keeps(connector: FakeConnector, peer: PeerName) -> None:
+        """The write goes on hanging."""
+
+    monkeypatch.setattr("isthmus.kvtransfer.severing._LET_GO_S", 0.05)
+    monkeypatch.setattr(FakeConnector, "remove_peer", keeps)
+    async with running_pair("0:hang") as pair:
+        told: list[BaseException] = []
+        pair.prefill.manager._on_failed = told.append
+        await hung_send(pair)
+        successor = TransferEnd("decode-0", 2, pair.fabric, pair.clock)
+        await pair.prefill.manager.answer(successor.manager.offer())
+        pair.clock.advance_ms(600_100)
+        pair.prefill.manager.expire_due()
+        await poll_until(lambda: bool(told))
+        assert pair.prefill.manager.knows(successor.ref)
+        await successor.manager.close()
+
+
 async def test_a_connector_that_does_not_let_go_is_told_of(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
