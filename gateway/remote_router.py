@@ -239,7 +239,10 @@ class RemoteDecider:
         _log.warning("the router that leads does not answer", router=link.record.router_id)
         for question in self._take_questions():
             self._tell(pb.ReportOutcomeRequest(withdrawn_request_id=question.query.request_id))
-            self._decide_here(question, "no_answer")
+            try:
+                self._decide_here(question, "no_answer")
+            except Exception:  # noqa: BLE001  # the others wait as well
+                _log.exception("a decision could not be taken in")
 
     def _take_questions(self) -> list[_Question]:
         taken, self._questions = list(self._questions.values()), {}

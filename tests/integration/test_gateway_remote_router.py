@@ -233,6 +233,26 @@ async def test_nobody_waits_for_a_leader_that_hangs_and_it_is_asked_again_when_i
 
 
 @pytest.mark.asyncio
+async def test_one_whose_callback_raises_keeps_no_answer_from_others_of_a_silent_leader(
+    registry: MemoryRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def raises(decision: RouteDecision) -> None:
+        raise ValueError(f"not foreseen: {decision.decision_id}")
+
+    async with led(registry) as (leader, decider):
+        held = hold_everything(leader, monkeypatch)
+        broken, other = Asker(), Asker()
+        monkeypatch.setattr(broken, "on_routed", raises)
+        decider.ask(make_query(name="a-0.0"), broken, may_wait=True)
+        decider.ask(make_query(name="b-0.0"), other, may_wait=True)
+        await poll_until(lambda: len(held) == 2, timeout_s=20)
+        assert decider._link is not None
+        decider._on_silence(decider._link)
+        assert (await other.answer()).policy == OWN_POLICY
+        await poll_until(lambda: leader.host.driver.num_waiting == 0, timeout_s=20)
+
+
+@pytest.mark.asyncio
 async def test_a_leader_that_makes_a_question_wait_is_not_taken_for_a_hung_one(
     registry: MemoryRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
