@@ -41,7 +41,7 @@ class ClusterConfig(Node):
         "",
         max_length=63,
         description="rack, rail group or zone of the instances that are started with this file; KV "
-        "prefers links inside one",
+        "prefers links inside one (goodput)",
     )
     state_dir: str = Field("", description="run-time state; default: the user's state folder")
 
