@@ -2,7 +2,7 @@
 // queries times the heads that share the KV head, so keys and values are read once for all of
 // them. Keys come in tiles of 64 counted from the start of the sequence, with an online softmax
 // between the two products (Milakov and Gimelshein 2018; Dao et al. 2022, algorithm 1). Many rows
-// meet a tile as float32 panels and through the loop of gemm.h, few rows as it lies (few_rows.h).
+// meet a tile that was widened for all of them (many_rows.h), few rows as it lies (few_rows.h).
 //
 // Tiles, the order within them and every sum are fixed by a key's position alone, and a key out of
 // a row's sight adds exactly nothing: a row's result does not depend on the chunk it came in.
@@ -13,7 +13,8 @@
 
 #include "few_rows.h"
 #include "kv_int8.h"
-#include "panels.h"
+#include "many_rows.h"
+#include "softmax.h"
 
 namespace isthmus {
 namespace {
@@ -21,7 +22,6 @@ namespace {
 constexpr int64_t kTileKeys = 64;
 constexpr int64_t kQueryRows = 96;
 constexpr int64_t kScalesPerLine = 16;  // of a cache line
-constexpr float kNothingSeen = -1e30f;  // finite, so that −∞ − kNothingSeen is no NaN
 
 // Queries first_row … first_row + count − 1 (rows of q and out) of a sequence under one KV head;
 // the first is at `position`.
@@ -47,60 +47,29 @@ constexpr float kNoScale = 0.0f;  // of what is out of sight
 
 // Buffers of one thread, reused from call to call.
 struct Scratch {
-  std::vector<float> queries, scores, outputs, highest, total, key_panels, value_panels;
+  std::vector<float> queries, scores, outputs, highest, total, keys, values;
   std::vector<uint32_t> words;
-  std::vector<int16_t> short_queries;
-  std::vector<float> query_scales, tile_scales;
+  std::vector<int16_t> short_queries, short_keys;
+  std::vector<float> query_scales, key_scales, value_scales;
+  ManyRows many_rows;
 
-  void resize(int64_t rows, int64_t head_dim, int64_t padded_dim) {
-    queries.resize(rows * head_dim);
+  // `rows` with what pads them.
+  void resize(int64_t rows, int64_t head_dim) {
+    queries.assign(rows * head_dim, 0.0f);
     scores.resize(rows * kTileKeys);
-    outputs.assign(rows * padded_dim, 0.0f);
+    outputs.assign(rows * head_dim, 0.0f);
     highest.assign(rows, kNothingSeen);
     total.assign(rows, 0.0f);
-    key_panels.resize(kPanel * head_dim);
-    value_panels.resize(kTileKeys * padded_dim);
+    keys.resize(kTileKeys * head_dim);
+    values.resize(kTileKeys * head_dim);
     words.resize(kFewKeys * head_dim);
-    short_queries.resize(rows * head_dim);
-    query_scales.resize(rows);
-    tile_scales.resize(kTileKeys);
+    short_queries.assign(rows * head_dim, 0);
+    short_keys.resize(kTileKeys * head_dim);
+    query_scales.assign(rows, 0.0f);
+    key_scales.resize(kTileKeys);
+    value_scales.resize(kTileKeys);
   }
 };
-
-// Turns a row's scores into weights relative to the highest score seen so far, and brings what was
-// summed before to the same scale.
-inline void softmax_row(float* scores, int64_t width, float& highest, float& total, float* output,
-                        int64_t output_width) {
-  Floats best = load(scores);
-  for (int64_t i = kLanes; i < width; i += kLanes) best = max(best, load(scores + i));
-  float tile_highest = max(best);
-  if (tile_highest > highest) {
-    Floats factor = exp(splat(highest - tile_highest));
-    total *= factor[0];
-    for (int64_t i = 0; i < output_width; i += kLanes)
-      store(output + i, load(output + i) * factor);
-    highest = tile_highest;
-  }
-  Floats sums = {};
-  for (int64_t i = 0; i < width; i += kLanes) {
-    Floats weights = exp(load(scores + i) - highest);
-    sums += weights;
-    store(scores + i, weights);
-  }
-  total += sum(sums);
-}
-
-// out [rows][16] = init + a [rows][depth] · panel
-inline void multiply_panel(int64_t rows, Rows<const float> a, const float* panel, int64_t depth,
-                           Rows<const float> init, Rows<float> out) {
-  Tiles tiles = {rows};
-  for (int64_t i = 0; i < tiles.count(); i++)
-    with_height(tiles.height(i), [&](auto height) {
-      int64_t first = tiles.first(i);
-      tile<height>(Apart{a.row(first), a.stride}, panel, depth, init.from(first, 0),
-                   out.from(first, 0), NoPrefetch{});
-    });
-}
 
 template <typename T>
 struct Attention {
@@ -116,29 +85,28 @@ struct Attention {
   // `next` is what this thread does afterwards, or null: its first tile is fetched early.
   void run(const Piece& piece, const Piece* next) const {
     static thread_local Scratch scratch;
-    scratch.resize(piece.count * group(), parts.head_dim, padded_dim());
+    RowShape shape = {piece.count * group(), group(), parts.head_dim, piece.position, window};
+    scratch.resize(shape.padded(), parts.head_dim);
     load_queries(piece, scratch);
     if (has_integers()) quantise_queries(piece, scratch);
-    int64_t last = last_position(piece);
-    KeyTile<T> tiles[2];
-    int64_t start = first_tile(piece);
-    locate(piece, start, tiles[0]);
-    for (int here = 0; start <= last; here = 1 - here) {
-      int64_t after = start + kTileKeys;
-      if (after > last && next != nullptr) {
-        locate(*next, first_tile(*next), tiles[1 - here]);
-      } else {
-        locate(piece, after, tiles[1 - here]);
-      }
-      attend(piece, tiles[here], tiles[1 - here], start, scratch);
-      start = after;
+    if (is_few(piece)) {
+      for_tiles(piece, next, [&](int64_t start, const KeyTile<T>& here, const KeyTile<T>& after) {
+        attend_few(piece, start, here, after, scratch);
+      });
+    } else {
+      const int16_t* shorts = has_integers() ? scratch.short_queries.data() : nullptr;
+      scratch.many_rows.begin(shape, scratch.queries.data(), shorts, scratch.query_scales.data(),
+                              kTileKeys);
+      for_tiles(piece, next, [&](int64_t start, const KeyTile<T>& here, const KeyTile<T>& after) {
+        scratch.many_rows.attend(widen(start, here, after, scratch));
+      });
+      scratch.many_rows.end(scratch.outputs.data());
     }
     store_outputs(piece, scratch);
   }
 
  private:
   int64_t group() const { return parts.num_heads / parts.num_kv_heads; }
-  int64_t padded_dim() const { return (parts.head_dim + kPanel - 1) / kPanel * kPanel; }
   bool has_integers() const { return is_quantised<T> && has_exact_scores(parts.head_dim); }
   bool is_few(const Piece& piece) const {
     if (is_quantised<T> && !has_integers()) return false;
@@ -153,6 +121,26 @@ struct Attention {
     return first_position(piece) / kTileKeys * kTileKeys;
   }
 
+  // Calls work(start, here, next) for each tile of a piece, which begins at position `start`, and
+  // what this thread meets after it.
+  template <typename Work>
+  void for_tiles(const Piece& piece, const Piece* next, const Work& work) const {
+    int64_t last = last_position(piece);
+    KeyTile<T> tiles[2];
+    int64_t start = first_tile(piece);
+    locate(piece, start, tiles[0]);
+    for (int here = 0; start <= last; here = 1 - here) {
+      int64_t after = start + kTileKeys;
+      if (after > last && next != nullptr) {
+        locate(*next, first_tile(*next), tiles[1 - here]);
+      } else {
+        locate(piece, after, tiles[1 - here]);
+      }
+      work(start, tiles[here], tiles[1 - here]);
+      start = after;
+    }
+  }
+
   void load_queries(const Piece& piece, Scratch& scratch) const {
     int64_t width = group() * parts.head_dim;  // heads of a group are neighbours
     for (int64_t i = 0; i < piece.count; i++) {
@@ -163,21 +151,27 @@ struct Attention {
 
   void quantise_queries(const Piece& piece, Scratch& scratch) const {
     int64_t dim = parts.head_dim;
-    for (int64_t row = 0; row < piece.count * group(); row++)
-      scratch.query_scales[row] = quantise_query(scratch.queries.data() + row * dim, dim,
-                                                 scratch.short_queries.data() + row * dim);
+    for (int64_t row = 0; row < piece.count * group(); row++) {
+      int16_t* query = scratch.short_queries.data() + row * dim;
+      scratch.query_scales[row] =
+          quantise(scratch.queries.data() + row * dim, dim, kMostShort, query);
+      if (is_few(piece)) part_even_and_odd(query, dim);
+    }
   }
 
   void store_outputs(const Piece& piece, const Scratch& scratch) const {
-    bool in_places = is_few(piece);
+    bool is_here_few = is_few(piece);
     for (int64_t row = 0; row < piece.count * group(); row++) {
       int64_t query = piece.first_row + row / group();
       int64_t head = piece.kv_head * group() + row % group();
       float* to = out + (query * parts.num_heads + head) * parts.head_dim;
-      const float* from = scratch.outputs.data() + row * padded_dim();
+      const float* from = scratch.outputs.data() + row * parts.head_dim;
+      if (!is_here_few) {
+        std::copy_n(from, parts.head_dim, to);
+        continue;
+      }
       float inverse = 1.0f / scratch.total[row];
-      for (int64_t d = 0; d < parts.head_dim; d++)
-        to[d] = from[in_places ? place_of_column<T>(d) : d] * inverse;
+      for (int64_t d = 0; d < parts.head_dim; d++) to[d] = from[place_of_column<T>(d)] * inverse;
     }
   }
 
@@ -211,53 +205,49 @@ struct Attention {
     }
   }
 
-  // One tile of keys, the first of which is at position `start`; the next is fetched meanwhile.
-  void attend(const Piece& piece, const KeyTile<T>& here, const KeyTile<T>& next, int64_t start,
-              Scratch& scratch) const {
-    int64_t rows = piece.count * group(), padded = padded_dim();
+  // One tile of keys for few rows, the first of which is at position `start`; the next is fetched
+  // meanwhile.
+  void attend_few(const Piece& piece, int64_t start, const KeyTile<T>& here,
+                  const KeyTile<T>& next, Scratch& scratch) const {
+    int64_t rows = piece.count * group(), dim = parts.head_dim;
     int64_t width = (here.count + kPanel - 1) / kPanel * kPanel;
-    VectorPrefetch ahead((const void* const*)next.keys, 2 * kTileKeys, parts.head_dim * sizeof(T));
-    score(piece, rows, here, width, scratch, ahead);
+    VectorPrefetch ahead((const void* const*)next.keys, 2 * kTileKeys, dim * sizeof(T));
+    score_few(rows, here, width, scratch, ahead);
     for (int64_t row = 0; row < rows; row++) {
       float* scores = scratch.scores.data() + row * kTileKeys;
       hide_unseen(scores, width, piece.position + row / group() - start);
       softmax_row(scores, width, scratch.highest[row], scratch.total[row],
-                  scratch.outputs.data() + row * padded, padded);
+                  scratch.outputs.data() + row * dim, dim);
     }
     if constexpr (is_quantised<T>) scale_columns(rows, width, here.value_scales, scratch);
-    is_few(piece) ? add_few(rows, here, scratch, ahead) : add_many(rows, here, next, scratch);
+    add_few(rows, here, scratch, ahead);
   }
 
   // scores [rows][width] = queries · keysᵀ
-  void score(const Piece& piece, int64_t rows, const KeyTile<T>& here, int64_t width,
-             Scratch& scratch, VectorPrefetch& ahead) const {
-    if constexpr (is_quantised<T>) {
-      has_integers() ? score_integers(rows, here, width, scratch, ahead)
-                     : score_many(rows, here, width, scratch);
-      scale_columns(rows, width, here.key_scales, scratch);
-    } else {
-      is_few(piece) ? score_few(rows, here, width, scratch, ahead)
-                    : score_many(rows, here, width, scratch);
-    }
-  }
-
-  void score_integers(int64_t rows, const KeyTile<T>& here, int64_t width, Scratch& scratch,
-                      VectorPrefetch& ahead) const {
+  void score_few(int64_t rows, const KeyTile<T>& here, int64_t width, Scratch& scratch,
+                 VectorPrefetch& ahead) const {
+    int64_t dim = parts.head_dim;
     for (int64_t first = 0; first < width; first += kFewKeys) {
-      transpose_keys(here.keys + first, parts.head_dim, scratch.words.data(), ahead);
+      transpose_keys(here.keys + first, dim, scratch.words.data(), ahead);
       for_few_rows(rows, [&](auto height, int64_t row) {
-        score_int8_keys<height>(scratch.short_queries.data() + row * parts.head_dim,
-                                scratch.query_scales.data() + row, parts.head_dim,
-                                scratch.words.data(),
-                                scratch.scores.data() + row * kTileKeys + first, kTileKeys, ahead);
+        float* scores = scratch.scores.data() + row * kTileKeys + first;
+        if constexpr (is_quantised<T>) {
+          score_int8_keys<height>(scratch.short_queries.data() + row * dim,
+                                  scratch.query_scales.data() + row, dim, scratch.words.data(),
+                                  scores, kTileKeys, ahead);
+        } else {
+          score_keys<height, T>(scratch.queries.data() + row * dim, dim, scratch.words.data(),
+                                scores, kTileKeys, ahead);
+        }
       });
     }
+    if constexpr (is_quantised<T>) scale_columns(rows, width, here.key_scales, scratch);
   }
 
   // scores [rows][width] times the scale of each key, or of each value.
   void scale_columns(int64_t rows, int64_t width, const float* const* column_scales,
                      Scratch& scratch) const {
-    float* scales_here = scratch.tile_scales.data();
+    float* scales_here = scratch.key_scales.data();
     for (int64_t i = 0; i < width; i++) scales_here[i] = *column_scales[i];
     for (int64_t row = 0; row < rows; row++) {
       float* scores = scratch.scores.data() + row * kTileKeys;
@@ -266,56 +256,15 @@ struct Attention {
     }
   }
 
-  void score_few(int64_t rows, const KeyTile<T>& here, int64_t width, Scratch& scratch,
-                 VectorPrefetch& ahead) const {
-    for (int64_t first = 0; first < width; first += kFewKeys) {
-      transpose_keys(here.keys + first, parts.head_dim, scratch.words.data(), ahead);
-      for_few_rows(rows, [&](auto height, int64_t row) {
-        score_keys<height, T>(scratch.queries.data() + row * parts.head_dim, parts.head_dim,
-                              scratch.words.data(),
-                              scratch.scores.data() + row * kTileKeys + first, kTileKeys, ahead);
-      });
-    }
-  }
-
-  void score_many(int64_t rows, const KeyTile<T>& here, int64_t width, Scratch& scratch) const {
-    static const float zeros_row[kPanel] = {};
-    float* panel = scratch.key_panels.data();
-    for (int64_t first = 0; first < width; first += kPanel) {
-      keys_to_panel(here.keys + first, parts.head_dim, panel);
-      multiply_panel(rows, {scratch.queries.data(), parts.head_dim}, panel, parts.head_dim,
-                     {zeros_row, 0}, {scratch.scores.data() + first, kTileKeys});
-    }
-  }
-
   // outputs [rows][D] += weights · values
   void add_few(int64_t rows, const KeyTile<T>& here, Scratch& scratch,
                VectorPrefetch& ahead) const {
-    for (int64_t d = 0; d < parts.head_dim; d += kFewColumns)
+    int64_t dim = parts.head_dim;
+    for (int64_t d = 0; d < dim; d += kFewColumns)
       for_few_rows(rows, [&](auto height, int64_t row) {
-        add_values<height>(scratch.scores.data() + row * kTileKeys, kTileKeys, here.values, here.count, d,
-                           scratch.outputs.data() + row * padded_dim() + d, padded_dim(), ahead);
+        add_values<height>(scratch.scores.data() + row * kTileKeys, kTileKeys, here.values,
+                           here.count, d, scratch.outputs.data() + row * dim + d, dim, ahead);
       });
-  }
-
-  void add_many(int64_t rows, const KeyTile<T>& here, const KeyTile<T>& next,
-                Scratch& scratch) const {
-    int64_t padded = padded_dim();
-    float* panels = scratch.value_panels.data();
-    values_to_panels(here.values, here.count, parts.head_dim, kTileKeys, panels);
-    for (int64_t first = 0; first < padded; first += kPanel) {
-      prefetch(next.keys, kTileKeys * first / padded, kTileKeys * (first + kPanel) / padded);
-      prefetch(next.values, kTileKeys * first / padded, kTileKeys * (first + kPanel) / padded);
-      Rows<float> outputs = {scratch.outputs.data() + first, padded};
-      multiply_panel(rows, {scratch.scores.data(), kTileKeys}, panels + first * kTileKeys,
-                     here.count, {outputs.data, padded}, outputs);
-    }
-  }
-
-  void prefetch(const T* const* vectors, int64_t first, int64_t last) const {
-    for (int64_t i = first; i < last; i++)
-      for (int64_t d = 0; d < parts.head_dim; d += 64 / int64_t(sizeof(T)))
-        __builtin_prefetch(vectors[i] + d);
   }
 
   // `position` is the query's, counted from the tile's first key.
@@ -325,9 +274,43 @@ struct Attention {
     std::fill(scores, scores + begin, -__builtin_inff());
     std::fill(scores + end, scores + width, -__builtin_inff());
   }
+
+  // A tile for many rows; the next is fetched meanwhile.
+  WideTile widen(int64_t start, const KeyTile<T>& here, const KeyTile<T>& next,
+                 Scratch& scratch) const {
+    int64_t dim = parts.head_dim;
+    for (int64_t i = 0; i < here.count; i++) {
+      prefetch(next.keys[i]);
+      prefetch(next.values[i]);
+      widen_all(here.values[i], dim, scratch.values.data() + i * dim);
+      if constexpr (is_quantised<T>) {
+        scratch.key_scales[i] = *here.key_scales[i];
+        scratch.value_scales[i] = *here.value_scales[i];
+        if (has_integers()) {
+          widen_to_shorts(here.keys[i], dim, scratch.short_keys.data() + i * dim);
+          continue;
+        }
+      }
+      widen_all(here.keys[i], dim, scratch.keys.data() + i * dim);
+    }
+    WideTile tile = {start, here.count, scratch.keys.data(), nullptr, scratch.values.data(),
+                     nullptr, nullptr};
+    if (has_integers()) tile.short_keys = scratch.short_keys.data();
+    if (is_quantised<T>) {
+      tile.key_scales = scratch.key_scales.data();
+      tile.value_scales = scratch.value_scales.data();
+    }
+    return tile;
+  }
+
+  void prefetch(const T* vector) const {
+    for (int64_t d = 0; d < parts.head_dim; d += 64 / int64_t(sizeof(T)))
+      __builtin_prefetch(vector + d);
+  }
 };
 
-// All work of a call. The pieces of a sequence under its KV heads are neighbours, as its keys are.
+// All work of a call, the longest pieces first, so that none is left when the others have ended. The
+// pieces of a sequence under its KV heads are neighbours, as its keys are.
 std::vector<Piece> pieces_of(const AttentionParts& parts) {
   std::vector<Piece> pieces;
   int64_t group = parts.num_heads / parts.num_kv_heads;
@@ -339,6 +322,10 @@ std::vector<Piece> pieces_of(const AttentionParts& parts) {
         pieces.push_back({s, start + first, std::min(most, count - first),
                           parts.seq_lens[s] - count + first, head});
   }
+  auto products = [](const Piece& piece) { return piece.count * (piece.position + piece.count); };
+  std::stable_sort(pieces.begin(), pieces.end(), [&](const Piece& a, const Piece& b) {
+    return products(a) > products(b);
+  });
   return pieces;
 }
 

@@ -60,12 +60,10 @@ inline float quantise(const float* x, int64_t count, float most, Integer* to) {
   return scale;
 }
 
-// Queries for `score_int8_keys`: of every four elements first the even, then the odd ones, as the
-// halves of a word of four bytes come apart.
-inline float quantise_query(const float* x, int64_t head_dim, int16_t* to) {
-  float scale = quantise(x, head_dim, kMostShort, to);
-  for (int64_t d = 0; d + 4 <= head_dim; d += 4) std::swap(to[d + 1], to[d + 2]);
-  return scale;
+// Queries as `score_int8_keys` wants them: of every four elements first the even, then the odd
+// ones, as the halves of a word of four bytes come apart.
+inline void part_even_and_odd(int16_t* query, int64_t head_dim) {
+  for (int64_t d = 0; d + 4 <= head_dim; d += 4) std::swap(query[d + 1], query[d + 2]);
 }
 
 // scores[r][0 … 31] = queries[r] · keys, without the keys' scales.
@@ -91,6 +89,37 @@ void score_int8_keys(const int16_t* queries, const float* query_scales, int64_t 
     for (int v = 0; v < kVectors; v++)
       store(scores + r * scores_stride + v * kLanes,
             __builtin_convertvector(acc[r][v], Floats) * query_scales[r]);
+}
+
+// scores[r][·] = keys[r] · queries, without the keys' scales; queries as pairs [D / 2][16][2].
+template <int kRows>
+ISTHMUS_APART void score_short_keys(const int16_t* keys, int64_t head_dim, const int16_t* queries,
+                      const float* query_scales, float* scores) {
+  Ints sums[kRows][kParts] = {};
+  for (int64_t d = 0; d < head_dim; d += 2) {
+    Shorts query[kParts];
+    repeat<kParts>([&](auto part) ISTHMUS_INLINE {
+      query[part] = (Shorts)load_ints(queries + d * kPanel + part * 2 * kLanes);
+    });
+    repeat<kRows>([&](auto r) ISTHMUS_INLINE {
+      Shorts key = splat_pair(keys + r * head_dim + d);
+      repeat<kParts>([&](auto part) ISTHMUS_INLINE {
+        sums[r][part] = add_products_of_pairs(sums[r][part], key, query[part]);
+        keep_in_register(sums[r][part]);
+      });
+    });
+  }
+  repeat<kRows>([&](auto r) ISTHMUS_INLINE {
+    repeat<kParts>([&](auto part) ISTHMUS_INLINE {
+      store(scores + r * kPanel + part * kLanes,
+            __builtin_convertvector(sums[r][part], Floats) * load(query_scales + part * kLanes));
+    });
+  });
+}
+
+// dim is a multiple of kFewColumns.
+inline void widen_to_shorts(const int8_t* from, int64_t dim, int16_t* to) {
+  for (int64_t d = 0; d < dim; d += 2 * kLanes) store_ints(to + d, (Ints)widen_bytes(from + d));
 }
 
 }  // namespace isthmus

@@ -8,11 +8,11 @@ namespace {
 constexpr int64_t kPieceBytes = 36 * 1024;  // shorter pieces write and read outputs more often
 
 // Rows of a tile as [depth][height]; tile i lies at first(i) · depth.
-void interleave(const Tiles& tiles, int64_t tile, const float* x, int64_t depth, float* packed) {
-  int64_t first = tiles.first(tile);
-  with_height(tiles.height(tile), [&](auto height) {
+void interleave(const PackedRows& rows, int64_t tile, const float* x) {
+  int64_t first = rows.tiles.first(tile), depth = rows.parts.depth;
+  with_height(rows.tiles.height(tile), [&](auto height) {
     const float* from = x + first * depth;
-    float* to = packed + first * depth;
+    float* to = rows.packed + first * depth;
     for (int64_t k = 0; k < depth; k++)
       for (int r = 0; r < height; r++) to[k * height + r] = from[r * depth + k];
   });
@@ -26,10 +26,10 @@ struct Linear {
   Tiles tiles;
   float* out;  // [T, N]
 
-  void run(int64_t first_panel, int64_t last_panel) const {
+  void run(Team& team) const {
     int64_t longest = kPieceBytes / (kPanel * sizeof(W)), depth = parts.depth;
     int64_t pieces = tiles.rows <= kFewRows ? 1 : (depth + longest - 1) / longest;
-    meet_panels(tiles, pieces, first_panel, last_panel,
+    meet_panels(team, tiles, pieces, num_panels(parts),
                 [&](int64_t panel, int64_t piece, int64_t first_tile, int64_t last_tile) {
                   multiply(panel, depth * piece / pieces, depth * (piece + 1) / pieces, first_tile,
                            last_tile);
@@ -56,24 +56,18 @@ struct Linear {
   }
 };
 
-template <typename W>
-void run_linear_of(Team& team, const LinearParts& parts, const float* x, int64_t num_rows,
-                   float* packed, float* out) {
-  Tiles tiles = {num_rows};
-  team.loop(tiles.count(), [&](int64_t i) { interleave(tiles, i, x, parts.depth, packed); });
-  Linear<W> linear = {parts, packed, tiles, out};
-  team.loop_in_shares((parts.width + kPanel - 1) / kPanel, kSharesPerThread,
-                      [&](int64_t first, int64_t last) { linear.run(first, last); });
-}
-
 }  // namespace
 
-void run_linear(Team& team, const LinearParts& parts, const float* x, int64_t num_rows,
-                float* packed, float* out) {
-  switch (parts.weight_type) {
-    case kFloat32: return run_linear_of<float>(team, parts, x, num_rows, packed, out);
-    case kBfloat16: return run_linear_of<bf16>(team, parts, x, num_rows, packed, out);
-    case kInt8: return run_linear_int8(team, parts, x, num_rows, packed, out);
+void pack_rows(const PackedRows& rows, int64_t tile, const float* x) {
+  if (rows.parts.weight_type == kInt8) return pack_rows_int8(rows, tile, x);
+  interleave(rows, tile, x);
+}
+
+void run_linear(Team& team, const PackedRows& rows, float* out) {
+  switch (rows.parts.weight_type) {
+    case kFloat32: return Linear<float>{rows.parts, rows.packed, rows.tiles, out}.run(team);
+    case kBfloat16: return Linear<bf16>{rows.parts, rows.packed, rows.tiles, out}.run(team);
+    case kInt8: return run_linear_int8(team, rows, out);
   }
 }
 
@@ -83,7 +77,9 @@ extern "C" void isthmus_linear(const isthmus::LinearParts* parts, const float* x
                                float* out, int num_threads) {
   static thread_local std::vector<float> packed;
   packed.resize(isthmus::packed_size(num_rows, parts->depth));
-  isthmus::run_team(num_threads, [parts, x, num_rows, out, to = packed.data()](isthmus::Team& team) {
-    isthmus::run_linear(team, *parts, x, num_rows, to, out);
+  isthmus::PackedRows rows = {*parts, {num_rows}, packed.data()};
+  isthmus::run_team(num_threads, [&rows, x, out](isthmus::Team& team) {
+    team.loop(rows.tiles.count(), [&](int64_t i) { isthmus::pack_rows(rows, i, x); });
+    isthmus::run_linear(team, rows, out);
   });
 }

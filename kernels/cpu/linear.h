@@ -25,36 +25,53 @@ struct LinearParts {
   int32_t weight_type;
 };
 
+inline int64_t num_panels(const LinearParts& parts) { return (parts.width + kPanel - 1) / kPanel; }
+
 // Floats that the rows of one product take when they are interleaved.
 inline int64_t packed_size(int64_t num_rows, int64_t depth) { return num_rows * (depth + 2); }
 
-// `packed` has room for packed_size() floats.
-void run_linear(Team& team, const LinearParts& parts, const float* x, int64_t num_rows,
-                float* packed, float* out);
-void run_linear_int8(Team& team, const LinearParts& parts, const float* x, int64_t num_rows,
-                     float* packed, float* out);
+// Rows of x as a product reads them, which is done before by pack_rows(): tile by tile, by whoever
+// has made those rows. `packed` has room for packed_size() floats.
+struct PackedRows {
+  const LinearParts& parts;
+  Tiles tiles;
+  float* packed;
+};
+
+void pack_rows(const PackedRows& rows, int64_t tile, const float* x);
+void pack_rows_int8(const PackedRows& rows, int64_t tile, const float* x);
+
+// out [T, N]
+void run_linear(Team& team, const PackedRows& rows, float* out);
+void run_linear_int8(Team& team, const PackedRows& rows, float* out);
 
 constexpr int64_t kFewRows = 24;
 constexpr int64_t kBlockRows = 96;
 constexpr int64_t kAheadBytes = 4096;  // of a single tile, which reads as memory delivers
-constexpr int64_t kSharesPerThread = 8;
+constexpr int64_t kGroupPanels = 4;
 
 // Calls multiply(panel, piece, first_tile, last_tile) so that all tiles meet all pieces of all
-// panels in [first_panel, last_panel), the pieces of a panel in order.
+// panels, the pieces of a panel in order. Of many rows a member takes a block with some panels at a
+// time: few enough that the members end together, and what a neighbour takes finds its block near.
 template <typename Multiply>
-void meet_panels(const Tiles& tiles, int64_t pieces, int64_t first_panel, int64_t last_panel,
+void meet_panels(Team& team, const Tiles& tiles, int64_t pieces, int64_t panels,
                  const Multiply& multiply) {
   if (tiles.rows <= kFewRows) {
-    for (int64_t panel = first_panel; panel < last_panel; panel++)
-      for (int64_t piece = 0; piece < pieces; piece++) multiply(panel, piece, 0, tiles.count());
+    team.loop_in_shares(panels, [&](int64_t first, int64_t last) {
+      for (int64_t panel = first; panel < last; panel++)
+        for (int64_t piece = 0; piece < pieces; piece++) multiply(panel, piece, 0, tiles.count());
+    });
     return;
   }
   int64_t blocks = (tiles.rows + kBlockRows - 1) / kBlockRows;
-  for (int64_t block = 0; block < blocks; block++)
+  int64_t groups = (panels + kGroupPanels - 1) / kGroupPanels;
+  team.loop(blocks * groups, [&](int64_t i) {
+    int64_t block = i / groups, group = i % groups;
     for (int64_t piece = 0; piece < pieces; piece++)
-      for (int64_t panel = first_panel; panel < last_panel; panel++)
+      for (int64_t panel = panels * group / groups; panel < panels * (group + 1) / groups; panel++)
         multiply(panel, piece, tiles.count() * block / blocks,
                  tiles.count() * (block + 1) / blocks);
+  });
 }
 
 // What tile `i` of `count` fetches while it meets `bytes` of weights: its share of what comes after

@@ -48,19 +48,6 @@ float quantise_row(const float* x, int64_t depth, int16_t* q) {
   return most / kMostX + poison;
 }
 
-void quantise_tile(const Tiles& tiles, int64_t tile, const float* x, int64_t depth,
-                   const IntRows& rows) {
-  static thread_local std::vector<int32_t> buffer;
-  int64_t first = tiles.first(tile), pairs = (depth + 1) / 2;
-  buffer.resize(pairs);
-  int32_t* to = (int32_t*)rows.data + first * pairs;
-  int height = tiles.height(tile);
-  for (int r = 0; r < height; r++) {
-    buffer[pairs - 1] = 0;
-    rows.scales[first + r] = quantise_row(x + (first + r) * depth, depth, (int16_t*)buffer.data());
-    for (int64_t p = 0; p < pairs; p++) to[p * height + r] = buffer[p];
-  }
-}
 
 // The scales of a tile's rows and of a panel's columns.
 struct Scales {
@@ -112,9 +99,9 @@ struct LinearInt8 {
 
   int64_t pairs() const { return (parts.depth + 1) / 2; }
 
-  void run(int64_t first_panel, int64_t last_panel) const {
+  void run(Team& team) const {
     int64_t pieces = (parts.depth + kPiece - 1) / kPiece;
-    meet_panels(tiles, pieces, first_panel, last_panel,
+    meet_panels(team, tiles, pieces, num_panels(parts),
                 [&](int64_t panel, int64_t piece, int64_t first_tile, int64_t last_tile) {
                   multiply(panel, pairs() * piece / pieces, pairs() * (piece + 1) / pieces,
                            first_tile, last_tile);
@@ -145,14 +132,23 @@ struct LinearInt8 {
 
 }  // namespace
 
-void run_linear_int8(Team& team, const LinearParts& parts, const float* x, int64_t num_rows,
-                     float* packed, float* out) {
-  Tiles tiles = {num_rows};
-  IntRows rows(packed, num_rows);
-  team.loop(tiles.count(), [&](int64_t i) { quantise_tile(tiles, i, x, parts.depth, rows); });
-  LinearInt8 linear = {parts, rows, tiles, out};
-  team.loop_in_shares((parts.width + kPanel - 1) / kPanel, kSharesPerThread,
-                      [&](int64_t first, int64_t last) { linear.run(first, last); });
+void pack_rows_int8(const PackedRows& rows, int64_t tile, const float* x) {
+  static thread_local std::vector<int32_t> buffer;
+  int64_t first = rows.tiles.first(tile), depth = rows.parts.depth, pairs = (depth + 1) / 2;
+  buffer.resize(pairs);
+  IntRows integers(rows.packed, rows.tiles.rows);
+  int32_t* to = (int32_t*)integers.data + first * pairs;
+  int height = rows.tiles.height(tile);
+  for (int r = 0; r < height; r++) {
+    buffer[pairs - 1] = 0;
+    integers.scales[first + r] =
+        quantise_row(x + (first + r) * depth, depth, (int16_t*)buffer.data());
+    for (int64_t p = 0; p < pairs; p++) to[p * height + r] = buffer[p];
+  }
+}
+
+void run_linear_int8(Team& team, const PackedRows& rows, float* out) {
+  LinearInt8{rows.parts, IntRows(rows.packed, rows.tiles.rows), rows.tiles, out}.run(team);
 }
 
 }  // namespace isthmus

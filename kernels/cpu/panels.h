@@ -1,4 +1,4 @@
-// Keys and values of a tile as panels of float32, for attention of many rows.
+// Blocks of words turned on their side.
 #pragma once
 
 #include "gemm.h"
@@ -24,61 +24,34 @@ inline void transpose(Words (&m)[8]) {
   }
 }
 
-// Words d … d + 7 of eight keys, transposed into columns of a panel.
-inline void put_columns(Words (&words)[8], const float*, float* panel) {
+// Words [8][8] whose rows are from_stride apart, transposed to rows that are to_stride apart.
+inline void transpose_words(const void* from, int64_t from_stride, void* to, int64_t to_stride) {
+  Words words[8];
 #pragma GCC unroll 8
-  for (int i = 0; i < 8; i++) store8(panel + i * kPanel, (Floats8)words[i]);
+  for (int i = 0; i < 8; i++) words[i] = load_words((const uint32_t*)from + i * from_stride);
+  transpose(words);
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; i++) store_words((uint32_t*)to + i * to_stride, words[i]);
 }
 
-inline void put_columns(Words (&words)[8], const bf16*, float* panel) {
-#pragma GCC unroll 8
-  for (int i = 0; i < 8; i++) {
-    store8(panel + 2 * i * kPanel, low_halves(words[i]));
-    store8(panel + (2 * i + 1) * kPanel, high_halves(words[i]));
-  }
+// Words [16][width] as a panel [width][16].
+inline void rows_to_panel(const uint32_t* rows, int64_t width, uint32_t* panel) {
+  int64_t whole = width / 8 * 8;
+  for (int64_t d = 0; d < whole; d += 8)
+    for (int first = 0; first < kPanel; first += 8)
+      transpose_words(rows + first * width + d, width, panel + d * kPanel + first, kPanel);
+  for (int64_t d = whole; d < width; d++)
+    for (int i = 0; i < kPanel; i++) panel[d * kPanel + i] = rows[i * width + d];
 }
 
-inline void put_columns(Words (&words)[8], const int8_t*, float* panel) {
-  typedef int32_t Ints8 __attribute__((vector_size(32)));
-#pragma GCC unroll 8
-  for (int i = 0; i < 8; i++)
-#pragma GCC unroll 4
-    for (int byte = 0; byte < 4; byte++) {
-      Ints8 wide = (Ints8)(words[i] << (24 - 8 * byte)) >> 24;
-      store8(panel + (4 * i + byte) * kPanel, __builtin_convertvector(wide, Floats8));
-    }
-}
-
-// Sixteen keys of D elements as a panel [D][16].
-template <typename T>
-void keys_to_panel(const T* const* keys, int64_t head_dim, float* panel) {
-  constexpr int64_t kStep = 32 / sizeof(T);  // elements in eight words
-  int64_t whole = head_dim / kStep * kStep;
-  for (int first = 0; first < kPanel; first += 8)
-    for (int64_t d = 0; d < whole; d += kStep) {
-      Words words[8];
-#pragma GCC unroll 8
-      for (int i = 0; i < 8; i++) words[i] = load_words(keys[first + i] + d);
-      transpose(words);
-      put_columns(words, keys[0], panel + d * kPanel + first);
-    }
-  for (int64_t d = whole; d < head_dim; d++)
-    for (int i = 0; i < kPanel; i++) panel[d * kPanel + i] = widen(keys[i][d]);
-}
-
-// Values of a tile's first `count` keys as panels [⌈D/16⌉][tile_keys][16].
-template <typename T>
-void values_to_panels(const T* const* values, int64_t count, int64_t head_dim, int64_t tile_keys,
-                      float* panels) {
-  int64_t whole = head_dim / kPanel * kPanel;
-  for (int64_t key = 0; key < count; key++) {
-    float* row = panels + key * kPanel;
-    for (int64_t d = 0; d < whole; d += kPanel) widen16(values[key] + d, row + d * tile_keys);
-    if (whole == head_dim) continue;
-    float* last = row + whole * tile_keys;
-    for (int64_t d = 0; d < kPanel; d++)
-      last[d] = whole + d < head_dim ? widen(values[key][whole + d]) : 0.0f;
-  }
+// The way back.
+inline void panel_to_rows(const uint32_t* panel, int64_t width, uint32_t* rows) {
+  int64_t whole = width / 8 * 8;
+  for (int64_t d = 0; d < whole; d += 8)
+    for (int first = 0; first < kPanel; first += 8)
+      transpose_words(panel + d * kPanel + first, kPanel, rows + first * width + d, width);
+  for (int64_t d = whole; d < width; d++)
+    for (int i = 0; i < kPanel; i++) rows[i * width + d] = panel[d * kPanel + i];
 }
 
 }  // namespace isthmus

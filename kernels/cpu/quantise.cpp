@@ -32,9 +32,7 @@ void quantise_vectors(const QuantiseParts& parts, const T* from) {
       for (at[2] = 0; at[2] < parts.counts[2]; at[2]++)
         for (at[3] = 0; at[3] < parts.counts[3]; at[3]++) {
           const T* vector = from + place(parts.from_strides);
-          int64_t d = 0;
-          for (; d + 16 <= parts.dim; d += 16) widen16(vector + d, wide.data() + d);
-          for (; d < parts.dim; d++) wide[d] = widen(vector[d]);
+          widen_all(vector, parts.dim, wide.data());
           parts.scales[place(parts.scale_strides)] =
               quantise(wide.data(), parts.dim, kMostByte, parts.to + place(parts.to_strides));
         }

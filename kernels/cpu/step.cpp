@@ -46,8 +46,6 @@ struct StepParts {
 
 namespace {
 
-constexpr int64_t kRowShares = 4;
-
 // Consecutive parts of one buffer. Without a buffer it only counts.
 class Workspace {
  public:
@@ -90,9 +88,9 @@ class Step {
 
   void run() {
     int64_t rows = parts_.num_tokens, hidden = hidden_size();
-    const float* norm = decoder_.layers[0].attention_norm;
-    for_rows(rows, [&](int64_t row) {
-      rms_norm(parts_.hidden + row * hidden, norm, decoder_.eps, hidden,
+    const LayerParts& first_layer = decoder_.layers[0];
+    pack_made_rows(rows_for(first_layer.qkv, rows), buffers_.normed, [&](int64_t row) {
+      rms_norm(parts_.hidden + row * hidden, first_layer.attention_norm, decoder_.eps, hidden,
                buffers_.normed + row * hidden);
     });
     for (int64_t index = 0; index < decoder_.num_layers; index++) {
@@ -104,14 +102,16 @@ class Step {
         gather_rows(parts_.hidden, hidden);
         rows = parts_.num_logits;
       }
-      linear(layer.output, buffers_.attended, rows, buffers_.projected);
-      add_and_norm(layer.ffn_norm, rows);
-      linear(layer.gate_up, buffers_.normed, rows, buffers_.gate_up);
-      activate(layer.down.depth, rows);
-      linear(layer.down, buffers_.activated, rows, buffers_.projected);
-      add_and_norm(is_last ? decoder_.final_norm : decoder_.layers[index + 1].attention_norm, rows);
+      PackedRows attended = rows_for(layer.output, rows);
+      pack_made_rows(attended, buffers_.attended, [](int64_t) {});
+      run_linear(team_, attended, buffers_.projected);
+      run_linear(team_, add_and_norm(layer.ffn_norm, layer.gate_up, rows), buffers_.gate_up);
+      run_linear(team_, activate(layer.down, rows), buffers_.projected);
+      const LayerParts* next = is_last ? nullptr : &decoder_.layers[index + 1];
+      add_and_norm(is_last ? decoder_.final_norm : next->attention_norm,
+                   is_last ? decoder_.lm_head : next->qkv, rows);
     }
-    linear(decoder_.lm_head, buffers_.normed, rows, parts_.logits);
+    run_linear(team_, rows_for(decoder_.lm_head, rows), parts_.logits);
   }
 
  private:
@@ -119,13 +119,25 @@ class Step {
 
   template <typename Work>
   void for_rows(int64_t rows, const Work& work) {
-    team_.loop_in_shares(rows, kRowShares, [&](int64_t first, int64_t last) {
+    team_.loop_in_shares(rows, [&](int64_t first, int64_t last) {
       for (int64_t row = first; row < last; row++) work(row);
     });
   }
 
-  void linear(const LinearParts& parts, const float* x, int64_t rows, float* out) {
-    run_linear(team_, parts, x, rows, buffers_.packed, out);
+  PackedRows rows_for(const LinearParts& product, int64_t rows) const {
+    return {product, {rows}, buffers_.packed};
+  }
+
+  // Makes rows of x and packs them for their product, while they are near.
+  template <typename Make>
+  void pack_made_rows(const PackedRows& rows, const float* x, const Make& make) {
+    team_.loop_in_shares(rows.tiles.count(), [&](int64_t first, int64_t last) {
+      for (int64_t tile = first; tile < last; tile++) {
+        for (int64_t row = rows.tiles.first(tile); row < rows.tiles.first(tile + 1); row++)
+          make(row);
+        pack_rows(rows, tile, x);
+      }
+    });
   }
 
   void attend(const LayerParts& layer, int64_t index) {
@@ -136,7 +148,7 @@ class Step {
     char* kv = (char*)parts_.kv + index * parts_.layer_bytes;
     float* scales = parts_.kv_scales;
     if (scales != nullptr) scales += index * parts_.scale_layer_stride;
-    linear(layer.qkv, buffers_.normed, parts_.num_tokens, buffers_.projected);
+    run_linear(team_, rows_for(layer.qkv, parts_.num_tokens), buffers_.projected);
     for_rows(parts_.num_tokens, [&](int64_t row) {
       float* q = buffers_.projected + row * stride;
       if (layer.query_norm != nullptr) norm_heads(q, layer.query_norm, rope.num_heads);
@@ -169,20 +181,25 @@ class Step {
     });
   }
 
-  // hidden += projected; normed = its norm
-  void add_and_norm(const float* norm, int64_t rows) {
+  // hidden += projected; normed = its norm, which is packed for `product`
+  PackedRows add_and_norm(const float* norm, const LinearParts& product, int64_t rows) {
     int64_t width = hidden_size();
-    for_rows(rows, [&](int64_t row) {
+    PackedRows packed = rows_for(product, rows);
+    pack_made_rows(packed, buffers_.normed, [&](int64_t row) {
       float* hidden = parts_.hidden + row * width;
       add_rms_norm(buffers_.projected + row * width, hidden, norm, decoder_.eps, width,
                    buffers_.normed + row * width, hidden);
     });
+    return packed;
   }
 
-  void activate(int64_t width, int64_t rows) {
-    for_rows(rows, [&](int64_t row) {
+  PackedRows activate(const LinearParts& product, int64_t rows) {
+    int64_t width = product.depth;
+    PackedRows packed = rows_for(product, rows);
+    pack_made_rows(packed, buffers_.activated, [&](int64_t row) {
       silu_mul(buffers_.gate_up + 2 * row * width, width, buffers_.activated + row * width);
     });
+    return packed;
   }
 
   Team& team_;

@@ -20,10 +20,13 @@ from isthmus.kernels.cpu.parts import (
     rope_parts,
     scales_address,
 )
+from isthmus.kernels.memory import zeros_in_huge_pages
 
 if TYPE_CHECKING:
     from isthmus.common.layer_progress import LayerMarks
     from isthmus.kernels.decoder import DecoderLayer, DecoderTensors, StepTensors
+
+_NO_WORKSPACE = torch.empty(0)
 
 
 class CpuDecoderStep:
@@ -32,6 +35,7 @@ class CpuDecoderStep:
     def __init__(self, library: Library, decoder: DecoderTensors, num_threads: int) -> None:
         self._library = library
         self._decoder = decoder  # keeps alive what the addresses below point to
+        self._workspaces: list[torch.Tensor] = []  # of no step at present
         self._layers = (LayerParts * len(decoder.layers))(
             *map(_layer_parts, decoder.layers, decoder.windows)
         )
@@ -58,8 +62,7 @@ class CpuDecoderStep:
         assert hidden.is_contiguous()
         assert step.logits_index.dtype == torch.int64
         assert kv.shape[1] == len(decoder.layers)
-        size = self._library.workspace_size(ctypes.byref(self._parts), num_tokens)
-        workspace = torch.empty(size)
+        workspace = self._take_workspace(num_tokens)
         logits = torch.empty(num_logits, decoder.lm_head.out_features)
         parts = StepParts(
             attention=attention_parts(
@@ -87,7 +90,19 @@ class CpuDecoderStep:
             num_final_layers=None if marks is None else marks.address,
         )
         self._library.decoder_step(ctypes.byref(self._parts), ctypes.byref(parts))
+        self._workspaces.append(workspace)
         return logits
+
+    def _take_workspace(self, num_tokens: int) -> torch.Tensor:
+        """Memory that a step before has left, unless it is too small: fresh pages cost time."""
+        size = self._library.workspace_size(ctypes.byref(self._parts), num_tokens)
+        try:
+            workspace = self._workspaces.pop()
+        except IndexError:
+            workspace = _NO_WORKSPACE
+        if workspace.numel() >= size:
+            return workspace
+        return zeros_in_huge_pages((size,), torch.float32)
 
 
 def _layer_parts(layer: DecoderLayer, window: int | None) -> LayerParts:

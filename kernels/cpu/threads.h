@@ -5,6 +5,7 @@
 // there they spin for a moment before they sleep.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
@@ -53,12 +54,20 @@ class Team {
     meet();
   }
 
-  // The same for work(first, last), over shares of neighbours; about `shares` for each member.
+  // The same for work(first, last), over shares of neighbours: large ones first, and small ones at
+  // the end, so that the members end together (Polychronopoulos and Kuck 1987, guided
+  // self-scheduling).
   template <typename Work>
-  void loop_in_shares(int64_t count, int64_t shares, const Work& work) {
-    int64_t parts = size_ == 1 ? 1 : size_ * shares;
-    if (parts > count) parts = count;
-    loop(parts, [&](int64_t i) { work(count * i / parts, count * (i + 1) / parts); });
+  void loop_in_shares(int64_t count, const Work& work) {
+    int64_t first = next_.load(std::memory_order_relaxed);
+    while (first < count) {
+      int64_t left = count - first, share = size_ == 1 ? left : left / (2 * size_);
+      int64_t last = first + std::max<int64_t>(1, share);
+      if (!next_.compare_exchange_weak(first, last, std::memory_order_relaxed)) continue;
+      work(first, last);
+      first = next_.load(std::memory_order_relaxed);
+    }
+    meet();
   }
 
  private:

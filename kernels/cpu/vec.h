@@ -51,6 +51,8 @@ inline void store(float* to, Floats value) { *(UnalignedFloats*)to = value; }
 
 inline Ints load_ints(const void* from) { return *(const UnalignedInts*)from; }
 
+inline void store_ints(void* to, Ints value) { *(UnalignedInts*)to = value; }
+
 // Not memcpy, which GCC makes of smaller pieces.
 inline Words load_words(const void* from) { return *(const UnalignedWords*)from; }
 
@@ -76,25 +78,8 @@ inline Floats8 widen8(const int8_t* from) {
 #endif
 }
 
-inline void load_parts(const float* from, Floats (&parts)[kParts]) {
-  for (int part = 0; part < kParts; part++) parts[part] = load(from + part * kLanes);
-}
-
-inline void load_panel_row(const float* from, Floats (&row)[kParts]) { load_parts(from, row); }
-
-// Word i of a bf16 panel row holds column i in its low half and column i + 8 in its high half.
-inline void load_panel_row(const bf16* from, Floats (&row)[kParts]) {
-  Words words = load_words(from);
-  Floats8 low = low_halves(words), high = high_halves(words);
-#if defined(__AVX512F__)
-  row[0] = __builtin_shufflevector(low, high, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-#else
-  memcpy(&row[0], &low, sizeof(low));
-  memcpy(&row[kParts / 2], &high, sizeof(high));
-#endif
-}
-
 #define ISTHMUS_INLINE __attribute__((always_inline))
+#define ISTHMUS_APART __attribute__((noinline))
 
 // Calls work(std::integral_constant<int, i>) for i in [0, kCount). A loop that is unrolled by the
 // optimiser comes too late for arrays that should be registers.
@@ -108,6 +93,24 @@ ISTHMUS_INLINE inline void repeat(const Work& work) {
   repeat_over(std::make_integer_sequence<int, kCount>{}, work);
 }
 
+ISTHMUS_INLINE inline void load_parts(const float* from, Floats (&parts)[kParts]) {
+  repeat<kParts>([&](auto part) ISTHMUS_INLINE { parts[part] = load(from + part * kLanes); });
+}
+
+ISTHMUS_INLINE inline void load_panel_row(const float* from, Floats (&row)[kParts]) { load_parts(from, row); }
+
+// Word i of a bf16 panel row holds column i in its low half and column i + 8 in its high half.
+ISTHMUS_INLINE inline void load_panel_row(const bf16* from, Floats (&row)[kParts]) {
+  Words words = load_words(from);
+  Floats8 low = low_halves(words), high = high_halves(words);
+#if defined(__AVX512F__)
+  row[0] = __builtin_shufflevector(low, high, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+#else
+  memcpy(&row[0], &low, sizeof(low));
+  memcpy(&row[kParts / 2], &high, sizeof(high));
+#endif
+}
+
 // Says that `value` is in a register here: without it GCC moves the loads of later rows of a product
 // before this one's sums, and spills sums to make room for them.
 template <typename Vector>
@@ -119,11 +122,23 @@ ISTHMUS_INLINE inline void keep_in_register(Vector& value) {
 #endif
 }
 
-inline Floats select(Ints mask, Floats yes, Floats no) {
-  return (Floats)((mask & (Ints)yes) | (~mask & (Ints)no));
-}
+// The conditional operator over vectors: GCC makes one instruction of these two. NaN against a number
+// is the second argument.
+inline Floats max(Floats a, Floats b) { return a > b ? a : b; }
 
-inline Floats max(Floats a, Floats b) { return select(a > b, a, b); }
+inline Floats min(Floats a, Floats b) { return a < b ? a : b; }
+
+inline bool is_any(Ints mask) {
+#if defined(__AVX512F__)
+  return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0;
+#elif defined(__AVX__)
+  return !_mm256_testz_si256((__m256i)mask, (__m256i)mask);
+#else
+  int32_t any = 0;
+  for (int i = 0; i < kLanes; i++) any |= mask[i];
+  return any != 0;
+#endif
+}
 
 // Both reduce as a tree, halves first.
 inline float sum(Floats value) {
@@ -174,6 +189,14 @@ inline void widen16(const bf16* from, float* to) {
   store_words(to + 8, (Words)high);
 }
 
+// Elements of any type as floats.
+template <typename T>
+inline void widen_all(const T* from, int64_t count, float* to) {
+  int64_t i = 0;
+  for (; i + 16 <= count; i += 16) widen16(from + i, to + i);
+  for (; i < count; i++) to[i] = widen(from[i]);
+}
+
 inline void narrow(float value, float* to) { *to = value; }
 
 // Rounds to nearest even; NaN stays NaN.
@@ -189,7 +212,7 @@ inline void narrow(float value, bf16* to) {
 inline Floats exp(Floats x) {
   const Floats lowest = splat(-87.3f), highest = splat(88.3f);
   const Floats round = splat(12582912.0f);  // 1.5 · 2^23: adding it rounds to an integer
-  Floats bounded = select(x < lowest, lowest, select(x > highest, highest, x));
+  Floats bounded = max(lowest, min(highest, x));  // NaN stays NaN
   Floats n = (bounded * 1.44269504088896341f + round) - round;
   Floats r = bounded - n * 0.693359375f;
   r = r + n * 2.12194440e-4f;
@@ -201,7 +224,7 @@ inline Floats exp(Floats x) {
   p = p * r + 5.0000001201e-1f;
   p = p * r * r + r + 1.0f;
   Floats result = (Floats)((Ints)p + (__builtin_convertvector(n, Ints) << 23));
-  return select(x < lowest, Floats{}, result);
+  return x < lowest ? Floats{} : result;
 }
 
 }  // namespace isthmus

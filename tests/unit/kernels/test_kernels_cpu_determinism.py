@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -60,6 +62,25 @@ def test_a_row_of_attention_does_not_depend_on_its_chunk(
     parts = [
         cpu.paged_attention(*chunk_of(case, first, min(first + chunk, 200)).args(), window)
         for first in range(0, 200, chunk)
+    ]
+    assert torch.equal(torch.cat(parts), whole)
+
+
+@pytest.mark.parametrize("heads", [(16, 1), (8, 1), (10, 2), (2, 2)])
+@pytest.mark.parametrize("head_dim", [64, 80, 6])
+@pytest.mark.parametrize("window", [None, 3, 70])
+def test_a_row_of_attention_does_not_depend_on_the_rows_beside_it(
+    cpu: Kernels, heads: tuple[int, int], head_dim: int, window: int | None
+) -> None:
+    """Heads that fill a register's lanes, and such that do not, in chunks of one and of many."""
+    case = paged_case(
+        [75], [140], num_heads=heads[0], num_kv_heads=heads[1], head_dim=head_dim, dtype=DTYPES[1]
+    )
+    whole = cpu.paged_attention(*case.args(), window)
+    ends = [0, 1, 2, 9, 42, 43, 75]
+    parts = [
+        cpu.paged_attention(*chunk_of(case, first, last).args(), window)
+        for first, last in itertools.pairwise(ends)
     ]
     assert torch.equal(torch.cat(parts), whole)
 
