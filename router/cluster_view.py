@@ -141,6 +141,7 @@ class ClusterView:
         view = self.views.get(info.instance_id)
         if view is not None and info.epoch < view.info.epoch:
             return False
+        self.num_changes += 1
         if view is not None and info.epoch == view.info.epoch:
             # Its state, and what was measured; all else is fixed for an epoch.
             view.info, view.ref = info, info.ref
@@ -163,6 +164,7 @@ class ClusterView:
         view = self.views.pop(instance_id, None)
         if view is None:
             return
+        self.num_changes += 1
         self.lost[instance_id] = LostInstance(view.info, reason, now_ns)
         while len(self.lost) > MAX_LOST:
             del self.lost[next(iter(self.lost))]
@@ -202,7 +204,6 @@ class ClusterView:
             self._find_partners()
 
     def _find_partners(self) -> None:
-        self.num_changes += 1
         kept = {view.key for view in self.views.values() if view.info.role is not Role.PREFILL}
         problems = pairing_problems(view.info for view in self.views.values())
         self._has_problems = bool(problems)

@@ -55,3 +55,17 @@ def test_what_is_known_of_the_instances_follows_them() -> None:
     assert client.max_model_len() == 600
     with pytest.raises(NoInstanceError):
         client.require_decode()
+
+
+def test_one_more_of_a_kind_that_is_there_is_news() -> None:
+    cluster = Cluster(1, 1)
+    client = client_of(cluster)
+    before = client.max_model_len()
+    cluster.join("d1", Role.DECODE, max_model_len=300, kv_layout=replace(LAYOUT, block_size=32))
+    assert client.max_model_len() == 300
+    assert len(client.hash_prompt(list(range(70)), "")) == 2
+    state = cluster.router.state
+    state.registry_connected(is_connected=True)
+    state.deregistered(InstanceId("d1"))
+    state.stream_broken(InstanceId("d1"), 1, "it is gone")
+    assert client.max_model_len() == before
