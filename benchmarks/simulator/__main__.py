@@ -89,7 +89,8 @@ def run_scale(args: argparse.Namespace) -> dict[str, Any]:
 
 def run_points(args: argparse.Namespace) -> dict[str, Any]:
     """Attainment of each policy at each of some rates: what ``scale`` bisects."""
-    profile, kinds, results = args.profiles / "splitwise_perf_model.csv", tuple(args.kinds), []
+    profile, kinds = args.profiles / "splitwise_perf_model.csv", tuple(args.kinds)
+    results: list[dict[str, Any]] = []
     for name in args.loads:
         load = loads(args.traces)[name]
         for size in args.instances:
