@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import Callable, Mapping
@@ -26,11 +27,14 @@ class Endpoint:
 
     With ``targets`` each call carries them, and its class, in Isthmus's headers, which other
     servers ignore. ``api_keys`` maps a call's tenant to its key; "" is everybody else's.
+    ``timeout_s``: the longest silence; ``deadline_s``: the longest that a whole call may take, for
+    a server that always sends something and never ends.
     """
 
     url: str
     model: str
     timeout_s: float = 600.0
+    deadline_s: float = 1_800.0
     targets: Targets | None = None
     api_keys: Mapping[str, str] = field(default_factory=dict)
     extra_body: Mapping[str, Any] = field(default_factory=dict)
@@ -58,23 +62,34 @@ class Endpoint:
         what a server or a network may do."""
         assert self._client is not None, "enter the endpoint first"
         record.sent_s = now_s()
-        headers, body = self._headers(record), self._body(record, prompt)
-        url = f"{self.url}/v1/completions"
         try:
-            async with self._client.stream("POST", url, json=body, headers=headers) as response:
-                record.http_status = response.status_code
-                if response.status_code != _OK:
-                    is_rejection = response.status_code in _REJECTIONS
-                    record.status = Status.REJECTED if is_rejection else Status.ERROR
-                    record.problem = (await response.aread())[:_PROBLEM_CHARS].decode(
-                        errors="replace"
-                    )
-                    return
-                await _read_events(record, response, now_s)
+            async with asyncio.timeout(self.deadline_s):
+                await self._exchange(self._client, record, prompt, now_s)
+        except TimeoutError:
+            record.status, record.problem = Status.TIMEOUT, f"no end in {self.deadline_s:g} s"
         except httpx.TimeoutException:
             record.status, record.problem = Status.TIMEOUT, f"no answer in {self.timeout_s:g} s"
         except httpx.HTTPError as error:
             record.status, record.problem = Status.ERROR, f"{type(error).__name__}: {error}"
+
+    async def _exchange(
+        self,
+        client: httpx.AsyncClient,
+        record: Record,
+        prompt: list[int] | str,
+        now_s: Callable[[], float],
+    ) -> None:
+        headers, body = self._headers(record), self._body(record, prompt)
+        url = f"{self.url}/v1/completions"
+        async with client.stream("POST", url, json=body, headers=headers) as response:
+            record.http_status = response.status_code
+            if response.status_code != _OK:
+                is_rejection = response.status_code in _REJECTIONS
+                record.status = Status.REJECTED if is_rejection else Status.ERROR
+                text = (await response.aread())[:_PROBLEM_CHARS]
+                record.problem = text.decode(errors="replace")
+                return
+            await _read_events(record, response, now_s)
 
     def _headers(self, record: Record) -> dict[str, str]:
         headers: dict[str, str] = {}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import AsyncIterator
 
 import httpx
 import pytest
@@ -25,9 +27,13 @@ def usage(**fields: object) -> str:
 async def followed(*events: str) -> Record:
     """A call that is answered with these events."""
     body = "".join(f"data: {event}\n\n" for event in events)
-    transport = httpx.MockTransport(lambda _: httpx.Response(200, text=body))
+    return await follow(Endpoint("http://server", "m"), httpx.Response(200, text=body))
+
+
+async def follow(asked: Endpoint, answer: httpx.Response) -> Record:
+    transport = httpx.MockTransport(lambda _: answer)
     record = Record(Call(0, 0.0, 1, 2))
-    async with Endpoint("http://server", "m") as endpoint:
+    async with asked as endpoint:
         assert endpoint._client is not None
         await endpoint._client.aclose()
         endpoint._client = httpx.AsyncClient(transport=transport)
@@ -73,3 +79,15 @@ async def test_an_end_without_a_token_is_an_error() -> None:
     record = await followed(token("", "stop"), "[DONE]")
     assert record.status is Status.ERROR
     assert "without a token" in record.problem
+
+
+async def test_an_answer_that_goes_on_for_ever_ends_with_the_calls_deadline() -> None:
+    async def talk() -> AsyncIterator[bytes]:
+        while True:
+            yield f"data: {token()}\n\n".encode()
+            await asyncio.sleep(0)
+
+    asked = Endpoint("http://server", "m", deadline_s=0.2)
+    record = await follow(asked, httpx.Response(200, content=talk()))
+    assert (record.status, record.problem) == (Status.TIMEOUT, "no end in 0.2 s")
+    assert record.first_s > 0, "what came until then is kept"
