@@ -35,6 +35,8 @@ from isthmus.workload import Mix, Share, parse_lengths, read_trace
 from isthmus.workload.traces import MOONCAKE_BLOCK_TOKENS
 
 _STAGE = "bench"
+_OF_A_MIX = ("prompt", "answer", "cv", "prefixes", "prefix_tokens", "slo_class")
+"""Parameters of calls that are made up: a trace has all of that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,7 @@ class _Run:
 
 
 def serve(
+    context: typer.Context,
     url: Annotated[str, typer.Option(help="Server, without /v1.")] = "http://127.0.0.1:8000",
     model: Annotated[str, typer.Option(help="Model to name; empty = the server's first.")] = "",
     rate: Annotated[
@@ -101,6 +104,7 @@ def serve(
     vocab: Annotated[int, typer.Option(min=0, help="Send token ids below this; 0 = text.")] = 0,
     seed: Annotated[int, typer.Option(help="The same seed sends the same calls.")] = 0,
     timeout_s: Annotated[float, typer.Option(min=0.1, help="Longest silence of an answer.")] = 600,
+    deadline_s: Annotated[float, typer.Option(min=0.1, help="Longest whole call.")] = 1_800,
     api_key: Annotated[str, typer.Option(envvar="OPENAI_API_KEY", help="Bearer token.")] = "",
     save: Annotated[Path | None, typer.Option(help="Write all figures as JSON.")] = None,
     records: Annotated[Path | None, typer.Option(help="Write each call as a JSON line.")] = None,
@@ -111,6 +115,7 @@ def serve(
 
     TTFT counts from when a call was due. Goodput is calls a second that met both targets; refused
     and failed calls count as offered."""
+    _refuse_idle_flags(_given(context), num_rates=len(rate or ()))
     targets = Targets(ttft_ms, tpot_ms)
     block_tokens = max(1, round(MOONCAKE_BLOCK_TOKENS * scale)) if trace else prefix_tokens
     share = Share(
@@ -121,6 +126,7 @@ def serve(
             url=url.rstrip("/"),
             model=model or _first_model(url.rstrip("/"), api_key),
             timeout_s=timeout_s,
+            deadline_s=deadline_s,
             targets=targets if send_targets else None,
             api_keys={"": api_key} if api_key else {},
         ),
@@ -161,6 +167,35 @@ def serve(
         print_json(result)
     else:
         _show(summaries, found)
+
+
+def _given(context: typer.Context) -> dict[str, str]:
+    """The flags that the command line has, by the name of their parameter."""
+    given: dict[str, str] = {}
+    for parameter in context.command.params:
+        source = context.get_parameter_source(parameter.name or "")
+        # By its name: some versions of typer bring a click of their own.
+        if parameter.name is not None and source is not None and source.name == "COMMANDLINE":
+            given[parameter.name] = parameter.opts[0]
+    return given
+
+
+def _refuse_idle_flags(given: dict[str, str], num_rates: int) -> None:
+    """A flag that would change nothing is a misunderstanding. Raises ConfigError that names it."""
+    if "trace" in given:
+        idle, why = [name for name in _OF_A_MIX if name in given], "a --trace has its own"
+    else:
+        idle, why = [name for name in ("scale",) if name in given], "it is for a --trace"
+        if "prefix_tokens" in given and "prefixes" not in given:
+            idle, why = ["prefix_tokens"], "it needs --prefixes"
+    if "attainment" in given and "search" not in given and "plot" not in given:
+        idle, why = ["attainment"], "it is for --search and --plot"
+    if idle:
+        flags = ", ".join(given[name] for name in idle)
+        raise ConfigError(f"{flags} would change nothing: {why}", stage=_STAGE)
+    if "search" in given and num_rates > 1:
+        message = "--search tries rates of its own, from one --rate on: give one"
+        raise ConfigError(message, stage=_STAGE)
 
 
 def _check(run: _Run, rates: list[float | None], search: bool) -> None:
