@@ -140,6 +140,7 @@ class _Candidates:
 
 
 def _option(columns: PromptColumns, prompt: PromptForecast, row: int) -> PrefillOption:
+    humility = prompt.humility.item(row) if prompt.humility is not None else 1.0
     return PrefillOption(
         columns.views[row],
         int(prompt.cached.item(row)),
@@ -147,5 +148,5 @@ def _option(columns: PromptColumns, prompt: PromptForecast, row: int) -> Prefill
         prompt.wait.item(row),
         prompt.prefill.item(row),
         prompt.ttft.item(row),
-        columns.factor.item(row),
+        columns.factor.item(row) * humility,
     )

@@ -83,6 +83,7 @@ class PromptForecast:
     ttft: Floats
     barred: Floats  # infinite where it may not be computed, else 0
     num_usable: int
+    humility: Floats | None = None  # how much longer than by their own models and factors
 
     def usable(self, column: Floats) -> Floats:
         """``column``, but infinite where the prompt may not be computed."""
@@ -276,6 +277,8 @@ def _humble(
     np.maximum(rival, local.prefill, out=rival)
     if table.decodes.has_mixed:
         rival = np.where(table.decodes.is_mixed, local.prefill, rival)
+    # What is measured is held against this prediction: it must not be mistaken for its own.
+    local.humility = rival / local.prefill
     local.prefill = rival
 
 

@@ -12,14 +12,25 @@ from dataclasses import replace
 from isthmus.common.cluster import LatencyModel, StepTotals
 from isthmus.router.rls import RecursiveFit
 
+BASE_TOKENS = 16.0
+"""A prefill step's base, in tokens, where the fit at boot lost it in noise …"""
+SEQ_BASES = 0.1
+"""… and a sequence of a decode step, in bases: to learn on."""
+
 
 class LearnedLatency:
     def __init__(self, boot: LatencyModel) -> None:
         self.boot = boot
         self.model = boot
-        self._prefill = RecursiveFit((boot.prefill_base, boot.prefill_token, boot.prefill_pair))
-        self._decode = RecursiveFit((boot.decode_base, boot.decode_seq, boot.decode_context))
-        self._large = RecursiveFit((boot.large_base, boot.large_seq, boot.large_context))
+        self._prefill = RecursiveFit.of(
+            (boot.prefill_base, boot.prefill_token, boot.prefill_pair),
+            (BASE_TOKENS * boot.prefill_token, 0.0, 0.0),
+        )
+        self._decode = RecursiveFit.of(
+            (boot.decode_base, boot.decode_seq, boot.decode_context),
+            (0.0, SEQ_BASES * boot.decode_base, 0.0),
+        )
+        self._large = RecursiveFit.of((boot.large_base, boot.large_seq, boot.large_context))
         self._seen: StepTotals | None = None
 
     @property

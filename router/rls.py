@@ -3,12 +3,13 @@
     y ≈ Σ θᵢ · gᵢ · xᵢ        gᵢ the guessed coefficients, θ what they are multiplied by
 
 θ starts at 1 and is learned (L. Ljung, System Identification, 2nd ed., §11.2). Working on multiples
-of a guess keeps features of unlike size (tokens, token pairs) on one scale, in milliseconds.
+of a guess keeps features of unlike size (tokens, token pairs) on one scale, in milliseconds. Where
+a guess is nothing to multiply, θ starts at 0 and another scale takes its place (``of``).
 
 Bounded on purpose: an outlier counts as far as a few times the usual error (Huber); the
 covariance's trace is capped, so that long sameness cannot make the next odd sample overturn
-everything; θ stays within ``RANGE``. Three coefficients, plain floats: for so few, numpy costs
-more than it saves.
+everything; θ stays within ``RANGE``, or begins at 0 and stays below its end. Three coefficients,
+plain floats: for so few, numpy costs more than it saves.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ FORGETTING = 0.98  # about 50 samples are remembered
 START_VARIANCE = 0.25
 MAX_TRACE = 3.0
 RANGE = (0.05, 20.0)
+NOTHING = 1e-3
 HUBER = 3.0
 ERROR_SMOOTHING = 0.1
 LEAST_ERROR = 0.02  # of the whole: a perfect fit must still be able to move
@@ -33,15 +35,31 @@ def _start() -> list[list[float]]:
 
 @dataclass(slots=True)
 class RecursiveFit:
-    guess: Triple
+    """``scale``: what θ multiplies, of each coefficient; ``lowest``: below which no θ goes."""
+
+    scale: Triple
     theta: list[float] = field(default_factory=lambda: [1.0, 1.0, 1.0])
+    lowest: list[float] = field(default_factory=lambda: [RANGE[0]] * 3)
     covariance: list[list[float]] = field(default_factory=_start)
     error: float = 0.0  # usual size of one, as a share
     num_samples: int = 0
 
+    @classmethod
+    def of(cls, guess: Triple, instead: Triple = (0.0, 0.0, 0.0)) -> RecursiveFit:
+        """``instead``: the scale of a coefficient of which the guess is less than ``NOTHING`` of
+        that; 0 = the guess in any case."""
+        fit = cls(guess)
+        lost = [g < NOTHING * other for g, other in zip(guess, instead, strict=True)]
+        a, b, c = (o if is_lost else g for g, o, is_lost in zip(guess, instead, lost, strict=True))
+        fit.scale = a, b, c
+        for place, is_lost in enumerate(lost):
+            if is_lost:
+                fit.theta[place] = fit.lowest[place] = 0.0
+        return fit
+
     @property
     def coefficients(self) -> Triple:
-        (a, b, c), (x, y, z) = self.guess, self.theta
+        (a, b, c), (x, y, z) = self.scale, self.theta
         return a * x, b * y, c * z
 
     def predict(self, features: Triple) -> float:
@@ -49,7 +67,7 @@ class RecursiveFit:
 
     def observe(self, features: Triple, measured_ms: float) -> None:
         """One sample. What is not finite, or negative, is not a measurement and is ignored."""
-        x = [g * f for g, f in zip(self.guess, features, strict=True)]
+        x = [s * f for s, f in zip(self.scale, features, strict=True)]
         size = sum(x)
         if not isfinite(size + measured_ms) or measured_ms < 0 or size <= 0:
             return
@@ -71,9 +89,9 @@ class RecursiveFit:
         p = self.covariance
         px = [sum(row[j] * x[j] for j in range(3)) for row in p]
         gain = FORGETTING + sum(x[i] * px[i] for i in range(3))
-        low, high = RANGE
         for i in range(3):
-            self.theta[i] = min(max(self.theta[i] + px[i] * error / gain, low), high)
+            theta = self.theta[i] + px[i] * error / gain
+            self.theta[i] = min(max(theta, self.lowest[i]), RANGE[1])
             for j in range(3):
                 p[i][j] = (p[i][j] - px[i] * px[j] / gain) / FORGETTING
         trace = p[0][0] + p[1][1] + p[2][2]

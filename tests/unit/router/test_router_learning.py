@@ -35,7 +35,7 @@ def sample(rng: random.Random, noise: float = 0.0) -> tuple[tuple[float, float, 
 
 
 def test_fit_converges_from_a_guess_that_is_off_by_more_than_two() -> None:
-    rng, fit = random.Random(1), RecursiveFit(GUESS)
+    rng, fit = random.Random(1), RecursiveFit.of(GUESS)
     for _ in range(300):
         fit.observe(*sample(rng, 0.02))
     for _ in range(20):
@@ -44,7 +44,7 @@ def test_fit_converges_from_a_guess_that_is_off_by_more_than_two() -> None:
 
 
 def test_outliers_hardly_move_a_fit() -> None:
-    rng, fit = random.Random(2), RecursiveFit(GUESS)
+    rng, fit = random.Random(2), RecursiveFit.of(GUESS)
     for _ in range(300):
         fit.observe(*sample(rng, 0.02))
     features, measured = sample(rng)
@@ -61,7 +61,7 @@ def test_outliers_hardly_move_a_fit() -> None:
     )
 )
 def test_fit_stays_bounded_whatever_it_is_told(rows: list[tuple[float, float, float]]) -> None:
-    fit = RecursiveFit(GUESS)
+    fit = RecursiveFit.of(GUESS)
     for tokens, pairs, measured in rows:
         fit.observe((1.0, tokens, pairs), measured)
     low, high = THETA_RANGE
@@ -95,6 +95,27 @@ def test_steps_of_a_report_teach_prefill_and_decode_apart() -> None:
     learned.observe(totals)
     learned.observe(StepTotals())  # an epoch that began anew
     assert learned.num_samples == before
+
+
+def test_what_the_boot_fit_lost_in_noise_is_learned_all_the_same() -> None:
+    boot = LatencyModel(1e-4, 1.0, 0.0, 30, 1e-4, 0.001)
+    learned, totals, rng = LearnedLatency(boot), StepTotals(), random.Random(4)
+    for _ in range(200):
+        seqs, tokens = rng.randrange(1, 9), rng.randrange(16, 200)
+        totals = replace(
+            totals,
+            decode_steps=totals.decode_steps + 1,
+            decode_seqs=totals.decode_seqs + seqs,
+            decode_ms=totals.decode_ms + 25 + 2.5 * seqs,
+            prefill_steps=totals.prefill_steps + 1,
+            prefill_tokens=totals.prefill_tokens + tokens,
+            prefill_ms=totals.prefill_ms + 15 + 1.2 * tokens,
+        )
+        learned.observe(totals)
+    assert learned.model.decode_step_ms(1, 0) == pytest.approx(27.5, rel=0.05)
+    assert learned.model.decode_step_ms(8, 0) == pytest.approx(45, rel=0.05)
+    assert learned.model.prefill_ms(16) == pytest.approx(15 + 19.2, rel=0.15)
+    assert learned.model.prefill_ms(200) == pytest.approx(15 + 240, rel=0.05)
 
 
 @pytest.mark.parametrize("quantile", [0.5, 0.9, 0.99])
@@ -257,3 +278,21 @@ def test_what_an_instance_reports_of_its_links_counts_at_once_and_goes_with_it()
     assert links.version == before + 1
     links.forget(far.instance_id)
     assert links.rates([near], [far])[0, 0] == FIRST_RATES[LinkClass.ZONE]
+
+
+def test_prompts_kept_from_a_slow_prefill_instance_do_not_make_their_own_look_fast() -> None:
+    """Local prompts are predicted to take no less than the prefill instance would; that they do
+    take less is no news of the decode instance's speed."""
+    world = World(1, 1, exploration=0.0, min_remote_tokens=150)
+    world.instances["p0"].slowness = 3.0
+    slo = Slo("s", ttft_ms=60_000, tpot_ms=2_000)
+    for number in range(120):
+        world.offer(1_500.0 * number, 300 if number % 2 else 140, 4, slo)
+    world.start_reports(200_000)
+    world.run()
+    local = [job for job in world.jobs if job.decision is not None and job.decision.prefill is None]
+    assert len(local) >= 50
+    views = world.router.cluster.views
+    slow = views["p0"].latency.prefill_ms(140) / views["d0"].latency.prefill_ms(140)
+    assert slow > 2.0, "the prefill instance is known to be slow"
+    assert views["d0"].prefill_factor == pytest.approx(1.0, abs=0.15)
