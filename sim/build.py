@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import count
 from pathlib import Path
@@ -13,7 +13,7 @@ from isthmus.common.clock import NS_PER_S
 from isthmus.common.cluster import Role
 from isthmus.common.errors import ConfigError
 from isthmus.common.ids import InstanceId
-from isthmus.common.profile import read_profile
+from isthmus.common.profile import InstanceProfile, read_profile
 from isthmus.sim.cluster import ClusterSettings, SimCluster
 from isthmus.sim.flight import START_NS
 from isthmus.sim.profiles import MODEL_SIZES, kv_tokens, read_distserve, read_splitwise
@@ -36,7 +36,11 @@ from isthmus.workload import (
 )
 
 DEFAULT_BLOCKS = 4_096
+DEFAULT_BLOCK_SIZE = 16
 DEFAULT_TOKEN_BYTES = 4_096
+DEFAULT_BATCHED_TOKENS = 2_048
+DEFAULT_SEQS = 256
+DEFAULT_MODEL_LEN = 131_072
 LIVE_INTERVAL_MS = 100.0
 MANY_INSTANCES = 64  # beyond which reports become rarer, so that their number stays the same
 MAX_INTERVAL_MS = 1_000.0
@@ -49,7 +53,7 @@ def make_specs(scenario: Scenario) -> list[InstanceSpec]:
     specs = []
     for pool in scenario.pools:
         model, believed = _models(pool)
-        num_blocks, token_bytes = _room(pool)
+        room = _room(pool)
         for _ in range(pool.count):
             name = InstanceId(f"{pool.role.value[0]}{next(numbers[pool.role])}")
             specs.append(
@@ -59,12 +63,12 @@ def make_specs(scenario: Scenario) -> list[InstanceSpec]:
                     model=model,
                     num_gpus=pool.tp,
                     hardware=pool.profile.hardware,
-                    num_blocks=num_blocks,
-                    block_size=pool.block_size,
-                    max_num_batched_tokens=pool.max_num_batched_tokens,
-                    max_num_seqs=pool.max_num_seqs,
-                    max_model_len=pool.max_model_len,
-                    kv_token_bytes=token_bytes,
+                    num_blocks=room.num_blocks,
+                    block_size=room.block_size,
+                    max_num_batched_tokens=room.max_num_batched_tokens,
+                    max_num_seqs=room.max_num_seqs,
+                    max_model_len=room.max_model_len,
+                    kv_token_bytes=room.kv_token_bytes,
                     link_bytes_per_ms=pool.link_gb_per_s * 1e6,
                     batching=pool.batching,
                     has_prefix_cache=pool.prefix_cache,
@@ -117,7 +121,7 @@ def make_all_requests(scenario: Scenario, calls: list[Call]) -> list[SimRequest]
         patience_s=scenario.patience_s,
         seed=scenario.seed,
     )
-    sizes = {pool.block_size for pool in scenario.pools}
+    sizes = {_block_size(pool, _saved(pool)) for pool in scenario.pools}
     if len(sizes) > 1:
         raise ConfigError("pools of one scenario have one block_size", stage="scenario")
     return make_requests(calls, clients, sizes.pop())
@@ -129,6 +133,7 @@ def make_cluster(scenario: Scenario, requests: list[SimRequest]) -> SimCluster:
         router=scenario.router,
         report_interval_ms=report_interval_ms(scenario),
         dispatch_ms=scenario.dispatch_ms,
+        delivery_ms=scenario.delivery_ms,
         transfer_setup_ms=scenario.transfer_setup_ms,
         noise=scenario.noise,
         tenant_weights=scenario.tenant_weights,
@@ -195,9 +200,8 @@ def step_model(pool: PoolPart) -> StepModel:
     if profile.kind == "coefficients":
         part = profile.coefficients
         model = StepModel.from_coefficients(**part.model_dump())
-    elif profile.kind == "isthmus":
-        assert profile.file is not None
-        model = StepModel.of(read_profile(profile.file).latency)
+    elif (saved := _saved(pool)) is not None:
+        model = StepModel.of(saved.latency)
     else:
         assert profile.file is not None
         if profile.kind == "distserve":
@@ -208,17 +212,51 @@ def step_model(pool: PoolPart) -> StepModel:
     return model.scaled(profile.scale)
 
 
-def _room(pool: PoolPart) -> tuple[int, int]:
-    """Blocks, and bytes of a token's KV."""
-    if pool.profile.kind == "isthmus" and pool.profile.file is not None:
-        saved = read_profile(pool.profile.file)
-        num_tokens = saved.num_blocks * saved.block_size
-        token_bytes = pool.kv_token_bytes or saved.kv_bytes_per_token or DEFAULT_TOKEN_BYTES
-        return pool.num_blocks or num_tokens // pool.block_size, token_bytes
+@dataclass(frozen=True, slots=True)
+class _Room:
+    """How much an instance holds and takes at once."""
+
+    block_size: int
+    num_blocks: int
+    kv_token_bytes: int
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    max_model_len: int
+
+
+def _room(pool: PoolPart) -> _Room:
+    """What the pool says counts, then what its profile knows. Raises ConfigError."""
+    saved = _saved(pool)
     size = MODEL_SIZES.get(pool.profile.model)
-    token_bytes = pool.kv_token_bytes or (size.kv_token_bytes if size else DEFAULT_TOKEN_BYTES)
-    if pool.num_blocks:
-        return pool.num_blocks, token_bytes
-    if size is None:
-        return DEFAULT_BLOCKS, token_bytes
-    return kv_tokens(pool.profile.model, pool.tp) // pool.block_size, token_bytes
+    block_size = _block_size(pool, saved)
+    num_blocks, token_bytes = pool.num_blocks, pool.kv_token_bytes
+    if saved is not None:
+        num_blocks = num_blocks or saved.num_blocks * saved.block_size // block_size
+        token_bytes = token_bytes or saved.kv_bytes_per_token
+    elif size is not None:
+        num_blocks = num_blocks or kv_tokens(pool.profile.model, pool.tp) // block_size
+        token_bytes = token_bytes or size.kv_token_bytes
+    return _Room(
+        block_size=block_size,
+        num_blocks=num_blocks or DEFAULT_BLOCKS,
+        kv_token_bytes=token_bytes or DEFAULT_TOKEN_BYTES,
+        max_num_batched_tokens=pool.max_num_batched_tokens
+        or (saved.max_num_batched_tokens if saved is not None else DEFAULT_BATCHED_TOKENS),
+        max_num_seqs=pool.max_num_seqs
+        or (saved.max_num_seqs if saved is not None else DEFAULT_SEQS),
+        max_model_len=pool.max_model_len
+        or (saved.max_model_len if saved is not None else DEFAULT_MODEL_LEN),
+    )
+
+
+def _block_size(pool: PoolPart, saved: InstanceProfile | None) -> int:
+    return pool.block_size or (saved.block_size if saved is not None else DEFAULT_BLOCK_SIZE)
+
+
+def _saved(pool: PoolPart) -> InstanceProfile | None:
+    """The profile of an instance that the pool names. Raises ConfigError."""
+    profile = pool.profile
+    if profile.kind != "isthmus":
+        return None
+    assert profile.file is not None
+    return read_profile(profile.file)

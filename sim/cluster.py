@@ -13,7 +13,7 @@ Every request ends exactly once, in ``records``.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from isthmus.common.clock import NS_PER_MS, VirtualClock
@@ -47,6 +47,7 @@ class ClusterSettings:
     router: RouterConfig
     report_interval_ms: float = 100.0
     dispatch_ms: float = 1.0  # gateway and network, before an instance has the request
+    delivery_ms: float = 0.0  # network and gateway, before the client has a token
     transfer_setup_ms: float = 2.0
     lease_ms: float = 5_000.0
     instance_wait_ms: float = 10_000.0
@@ -55,6 +56,9 @@ class ClusterSettings:
     tenant_weights: Mapping[str, float] | None = None
     noise: float = 0.0
     seed: int = 0
+
+
+_Sent = tuple[Flight, RouteDecision]
 
 
 class SimCluster:
@@ -74,6 +78,7 @@ class SimCluster:
         self.retired: list[SimInstance] = []  # epochs that died
         self.num_open = 0
         self._num_to_come = 0
+        self._delivery_ns = round(settings.delivery_ms * NS_PER_MS)
         tick_gap_ns = round(settings.report_interval_ms * NS_PER_MS * TICK_SHARE)
         self._ticks = RouterTicks(self.router, self.queue, tick_gap_ns, self._settled)
         self._random = random.Random(settings.seed)
@@ -276,24 +281,23 @@ class SimCluster:
         assert decision is not None
         record.num_tokens = sequence.num_generated
         record.num_cached = max(record.num_cached, sequence.num_cached)
-        if record.first_ns is None:
-            record.first_ns = self.since_start_ns
-        self.router.report(decision.decision_id, Outcome.first_token())
+        self._deliver(self._first_token, (flight, decision))
         if not sequence.is_for_peer:
             return
         if flight.decode is None or flight.decode.num_output <= sequence.num_generated:
             self._abort_legs(flight)
-            self._finished(flight)
+            self._deliver(self._finished, (flight, decision))
             return
         self.handovers.begin(flight, decision)
 
     def second_token(self, sequence: SimSequence, at_ns: int) -> None:
-        flight_of(sequence).record.second_ns = at_ns - START_NS
+        flight_of(sequence).record.second_ns = at_ns + self._delivery_ns - START_NS
 
     def finished(self, sequence: SimSequence) -> None:
         flight = flight_of(sequence)
         flight.record.num_tokens = sequence.num_output
-        self._finished(flight)
+        assert flight.decision is not None
+        self._deliver(self._finished, (flight, flight.decision))
 
     def cache_changed(self, instance: AnyInstance, events: list[KvEvent]) -> None:
         self.feed.kv_events(instance, events)
@@ -301,11 +305,28 @@ class SimCluster:
     def load_changed(self, instance: AnyInstance) -> None:
         self.feed.changed(instance)
 
+    # --- the way back --------------------------------------------------------------------------
+
+    def _deliver(self, arrives: Callable[[_Sent], None], sent: _Sent) -> None:
+        """What a step brought, to gateway and client."""
+        if self._delivery_ns:
+            self.queue.after(self._delivery_ns, arrives, sent)
+        else:
+            arrives(sent)
+
+    def _first_token(self, sent: _Sent) -> None:
+        """Also of an attempt that has failed since: the token was on its way."""
+        flight, decision = sent
+        if flight.record.end is None and flight.record.first_ns is None:
+            flight.record.first_ns = self.since_start_ns
+        self.router.report(decision.decision_id, Outcome.first_token())
+
     # --- ends ----------------------------------------------------------------------------------
 
-    def _finished(self, flight: Flight) -> None:
-        decision = flight.decision
-        assert decision is not None
+    def _finished(self, sent: _Sent) -> None:
+        flight, decision = sent
+        if flight.record.end is not None:
+            return
         self._end(flight, RequestEnd.FINISHED)
         record = flight.record
         outcome = Outcome.finished(record.tpot_ms, num_output_tokens=record.num_tokens)

@@ -52,19 +52,19 @@ class ProfilePart(_Part):
 
 
 class PoolPart(_Part):
-    """Alike instances. 0 = from the profile, where that knows it."""
+    """Alike instances. 0 = from the profile, where that knows it, else a usual value."""
 
     role: Role
     count: int = Field(1, ge=1)
     tp: int = Field(1, ge=1, description="GPUs of one instance")
     profile: ProfilePart = ProfilePart()
     batching: Batching = Batching.CHUNKED
-    block_size: int = Field(16, ge=1)
+    block_size: int = Field(0, ge=0)
     num_blocks: int = Field(0, ge=0)
     kv_token_bytes: int = Field(0, ge=0)
-    max_num_batched_tokens: int = Field(2_048, ge=1)
-    max_num_seqs: int = Field(256, ge=1)
-    max_model_len: int = Field(131_072, ge=2)
+    max_num_batched_tokens: int = Field(0, ge=0)
+    max_num_seqs: int = Field(0, ge=0)
+    max_model_len: int = Field(0, ge=0)
     link_gb_per_s: float = Field(25.0, gt=0, description="of an instance, in each direction")
     prefix_cache: bool = True
     believed_scale: float = Field(
@@ -142,7 +142,8 @@ class Scenario(_Part):
     patience_s: float = Field(10.0, gt=0)
     router: RouterConfig = RouterConfig()
     report_interval_ms: float = Field(0.0, ge=0, description="0 = 100, more for large clusters")
-    dispatch_ms: float = Field(1.0, ge=0)
+    dispatch_ms: float = Field(1.0, ge=0, description="from the gateway to an instance's queue")
+    delivery_ms: float = Field(0.0, ge=0, description="from the end of a step to the client")
     transfer_setup_ms: float = Field(2.0, ge=0)
     noise: float = Field(0.0, ge=0, description="of steps: deviation of the logarithm")
     warm_up: float = Field(0.0, ge=0, lt=1, description="share of the calls that is not counted")

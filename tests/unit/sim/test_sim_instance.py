@@ -56,6 +56,26 @@ def test_a_pair_sends_the_first_token_from_prefill_and_the_kv_after_it() -> None
     check_over(cluster)
 
 
+@pytest.mark.parametrize("output", [1, 10])
+def test_the_way_to_the_client_delays_the_first_token_and_the_end_alike(output: int) -> None:
+    found = []
+    for delivery_ms in (0.0, 30.0):
+        cluster = make_cluster(
+            make_spec("p0", Role.PREFILL), make_spec("d0", Role.DECODE), delivery_ms=delivery_ms
+        )
+        cluster.offer([make_request(0, output=output)])
+        cluster.run()
+        found.append(cluster.records[0])
+        check_over(cluster)
+    near, far = found
+    assert near.ttft_ms is not None
+    assert near.e2e_ms is not None
+    assert far.ttft_ms == pytest.approx(near.ttft_ms + 30)
+    assert far.e2e_ms == pytest.approx(near.e2e_ms + 30)
+    assert (far.tpot_ms is None) == (near.tpot_ms is None) == (output == 1)
+    assert far.second_gap_ms == near.second_gap_ms
+
+
 def test_two_transfers_share_a_link() -> None:
     num_bytes = 100 * 4_096
     slow = {"link_bytes_per_ms": num_bytes / 50, "max_num_batched_tokens": 200}

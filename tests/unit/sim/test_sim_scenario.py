@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from isthmus.common.errors import ConfigError
+from isthmus.common.profile import InstanceProfile
 from isthmus.sim import parse_scenario, read_scenario, run_scenario
 from isthmus.sim.build import make_all_requests, make_calls, make_specs, repeat
 from isthmus.workload import Call
@@ -44,6 +45,23 @@ def test_a_scenario_is_read_with_its_files_beside_it(tmp_path: Path) -> None:
     assert set(report.classes) == {"fast", "slow"}
     assert set(report.tenants) == {"a", "b"}
     assert report.cached_share > 0.2, "the calls of one copy begin alike"
+
+
+def test_limits_are_the_saved_profiles_unless_the_scenario_says_others(tmp_path: Path) -> None:
+    saved = InstanceProfile(
+        max_num_batched_tokens=300, max_num_seqs=7, max_model_len=900, num_blocks=50,
+        block_size=32, kv_bytes_per_token=11_520,
+    )  # fmt: skip
+    (tmp_path / "saved.json").write_text(saved.to_json(), encoding="utf-8")
+    pool = {"role": "mixed", "profile": {"kind": "isthmus", "file": "saved.json"}}
+    tree = {"pools": [pool], "workload": {"rate": 1}}
+    (spec,) = make_specs(parse_scenario(tree, tmp_path))
+    assert (spec.max_num_batched_tokens, spec.max_num_seqs, spec.max_model_len) == (300, 7, 900)
+    assert (spec.num_blocks, spec.block_size, spec.kv_token_bytes) == (50, 32, 11_520)
+    tree["pools"] = [{**pool, "max_num_seqs": 9, "block_size": 16}]
+    (spec,) = make_specs(parse_scenario(tree, tmp_path))
+    assert (spec.max_num_batched_tokens, spec.max_num_seqs) == (300, 9)
+    assert (spec.num_blocks, spec.block_size) == (100, 16), "of as many tokens"
 
 
 def test_copies_of_a_trace_share_no_prefix_and_follow_each_other() -> None:
