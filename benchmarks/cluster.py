@@ -24,6 +24,13 @@ from isthmus.protos.v1 import instance_pb2, instance_pb2_grpc
 OUT = Path(__file__).resolve().parent / "out"
 MODEL_NAME = "bench"
 CLUSTER_NAME = "bench"
+PAIR = (
+    "--prefill", "1", "--decode", "1", "--actuator", "process",
+    "--set", "prefill.cpus=[0]", "--set", "decode.cpus=[1]",
+)  # fmt: skip
+"""One prefill and one decode instance, each on a core of its own."""
+VOCAB = 49_152
+"""Of the sample model."""
 
 
 @dataclass(frozen=True, slots=True)

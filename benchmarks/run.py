@@ -11,6 +11,7 @@ NAMES = (
     "kernels", "limit", "engine", "pair", "idle", "goodput",
     "router", "overhead", "storm", "identity", "kernel_resources",
     "tensor_parallel", "layerwise", "simulator", "kv_dtype", "frontends",
+    "sim_truth", "coverage", "overload",
 )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -12,13 +13,15 @@ from rich.markup import escape
 from isthmus.cli.options import DEFAULT_CLUSTER, ClusterName, Output, StateDir, running_cluster
 from isthmus.cli.output import OutputFormat, print_json, stdout
 from isthmus.common.clock import NS_PER_S, Clock, SystemClock
-from isthmus.common.cluster import InstanceInfo, LatencyModel
+from isthmus.common.cluster import InstanceInfo, LatencyModel, LoadReport, StepTotals
 from isthmus.common.errors import ConfigError
 from isthmus.common.profile import InstanceProfile
 from isthmus.controlplane.client import InstanceStatus, cluster_status
 from isthmus.router.learned_latency import LearnedLatency
 
 POLL_S = 0.5
+PASSES = 5
+"""Over what was watched: a minute of it is few samples for a fit that is made to follow changes."""
 
 
 def profile(
@@ -67,19 +70,24 @@ async def watch(
     Raises ConfigError for an instance that is not there.
     """
     ends_ns = clock.monotonic_ns() + int(watch_s * NS_PER_S)
-    learned: LearnedLatency | None = None
-    first_steps = 0
+    seen: list[LoadReport] = []
     while True:
         info, found = _find((await cluster_status(control_address)).instances, instance)
-        if learned is None:
-            learned = LearnedLatency(info.latency)
-            first_steps = found.load.steps if found.load is not None else 0
         if found.load is not None:
-            learned.observe(found.load.totals)
+            seen.append(found.load)
         if clock.monotonic_ns() >= ends_ns:
-            num_steps = found.load.steps - first_steps if found.load is not None else 0
-            return info, learned.model, num_steps
+            num_steps = seen[-1].steps - seen[0].steps if seen else 0
+            return info, fitted(info.latency, [load.totals for load in seen]), num_steps
         await asyncio.sleep(POLL_S)
+
+
+def fitted(boot: LatencyModel, seen: Sequence[StepTotals]) -> LatencyModel:
+    """``boot`` corrected by what an instance said of its steps, in the order in which it did."""
+    learned = LearnedLatency(boot)
+    for _ in range(PASSES):
+        for totals in seen:
+            learned.observe(totals)
+    return learned.model
 
 
 def _find(

@@ -1,0 +1,1 @@
+"""A live cluster beside its simulation: the same calls, the same profiles, the same policy."""
