@@ -157,6 +157,7 @@ class ClusterView:
                 self._leave(view)
             self._join(self.views[info.instance_id])
             is_new = True
+        self.num_changes += 1
         return is_new
 
     def remove(self, instance_id: InstanceId, reason: str, now_ns: int) -> None:

@@ -48,10 +48,17 @@ def test_what_is_known_of_the_instances_follows_them() -> None:
     cluster.join("d0", Role.DECODE, max_model_len=500)
     client.require_decode()
     assert client.max_model_len() == 500
+    cluster.join("d1", Role.DECODE, max_model_len=400)  # alike, but for that
+    assert client.max_model_len() == 400
+    cluster.join("d1", Role.DECODE, max_model_len=450)  # as the record says now
+    assert client.max_model_len() == 450
     state = cluster.router.state
     state.registry_connected(is_connected=True)
     state.deregistered(InstanceId("d0"))
     state.stream_broken(InstanceId("d0"), 1, "it is gone")
+    assert client.max_model_len() == 450
+    state.deregistered(InstanceId("d1"))
+    state.stream_broken(InstanceId("d1"), 1, "it is gone")
     assert client.max_model_len() == 600
     with pytest.raises(NoInstanceError):
         client.require_decode()
