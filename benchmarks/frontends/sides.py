@@ -125,7 +125,7 @@ def dynamo(started: Started, plan: Plan, router_mode: str) -> Frontend:
     # The mocker knows no step of a given length: it answers at once or at its own pace.
     speedup = "1" if plan.step_ms else "0"
     planes = ["--discovery-backend", "file", "--request-plane", "tcp", "--event-plane", "zmq"]
-    # Its own log of every request is off: ours is on.
+    # It still writes a line for each request then, as ours does.
     env = {"DYN_FILE_KV": str(plan.folder / "dynamo"), "HF_HUB_OFFLINE": "1", "DYN_LOG": "warn"}
     for role in ("prefill", "decode"):
         started.peers(
