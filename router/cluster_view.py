@@ -141,7 +141,6 @@ class ClusterView:
         view = self.views.get(info.instance_id)
         if view is not None and info.epoch < view.info.epoch:
             return False
-        self.num_changes += 1
         if view is not None and info.epoch == view.info.epoch:
             # Its state, and what was measured; all else is fixed for an epoch.
             view.info, view.ref = info, info.ref
