@@ -129,10 +129,6 @@ class Forecast:
     forced_local: Bools | None  # who must compute the prompt where it is decoded; None = nobody
     least_ttft_ms: float
 
-    def prompts_for(self, column: int) -> PromptForecast:
-        """On the prefill instances, when the decode instance of ``column`` is the other leg."""
-        return self.fetched.get(column, self.remote)
-
 
 def forecast(
     table: PairTable,
