@@ -323,7 +323,7 @@ class Intake:
         if kept is not None and kept.request_id != request_id:
             return
         instance_id = self._places.nearest_room(held.query, now_ns)
-        if instance_id is not None:  # it lacks less and less, so this does not swing to and fro
+        if instance_id is not None:  # it lacks less and less, so this does not swing back and forth
             self._kept[model] = Kept(request_id, instance_id)
 
     def _admitted(
