@@ -193,6 +193,18 @@ class HoldingQueue:
             if is_spare(held.work_ms):
                 yield held
 
+    def has_turn(
+        self, request_id: RequestId, now_ns: int, is_spare: Callable[[float], bool]
+    ) -> bool:
+        """Whether ``in_order`` names it now; False also of one that is not here (any more)."""
+        held = self._held.get(request_id)
+        if held is None:
+            return False
+        if held.lane is Lane.ON_TIME or is_spare(held.work_ms):
+            return True
+        line = self._lines[held.query.model]
+        return line.late_ok[0] is held and self._goes_first(held, line, now_ns, is_spare)
+
     def expired(self, now_ns: int) -> list[HeldQuery]:
         """Whose deadline has come."""
         if self._next_expiry_ns is None or now_ns < self._next_expiry_ns:

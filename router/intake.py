@@ -281,7 +281,7 @@ class Intake:
                 is_on_time=is_on_time,
                 is_aged=is_aged and not is_on_time,
                 is_last_chance=_is_last_chance(held, now_ns),
-                left_alone=self._kept_from(held),
+                left_alone=self._kept_from(held, now_ns, is_spare),
                 press=self._press(model),
             )
             if look is None:
@@ -307,14 +307,19 @@ class Intake:
                 held.news, held.looks_ns = news, now_ns + int(again_ms * NS_PER_MS)
         return wait_ms
 
-    def _kept_from(self, held: HeldQuery) -> InstanceId | None:
+    def _kept_from(
+        self, held: HeldQuery, now_ns: int, is_spare: Callable[[float], bool]
+    ) -> InstanceId | None:
+        """None also while it is not the turn of who room is kept for: if nobody else could begin,
+        it might never be."""
         kept = self._kept.get(held.query.model)
         if kept is None or kept.request_id == held.query.request_id:
             return None
         if kept.request_id not in self._queue:
             del self._kept[held.query.model]
             return None
-        return kept.instance_id
+        has_turn = self._queue.has_turn(kept.request_id, now_ns, is_spare)
+        return kept.instance_id if has_turn else None
 
     def _keep_room(self, held: HeldQuery, now_ns: int) -> None:
         """For one query of a model at a time: the next one's turn comes when this one has gone."""

@@ -198,6 +198,39 @@ def test_others_go_where_no_room_is_kept_for_one_that_has_waited_long() -> None:
     cluster.check()
 
 
+def test_room_is_not_kept_from_others_while_it_is_not_the_turn_of_who_waits_for_it() -> None:
+    """Else nobody would begin: not those with a target for want of room, and not the other one,
+    whose share of the work is used up, before they have."""
+    cluster = cluster_of(ageing_ms=1_000)
+    cluster.report("d0", running_seqs=4, running_context_tokens=4_000, free_blocks=100)
+    for name in ("first", "second"):
+        assert isinstance(cluster.router.submit(ask(cluster, name, 3_000)), Held)
+    for free_blocks in (100, 290, 100):  # "first" begins, and room is kept for "second"
+        cluster.clock.advance_ms(1_200)
+        cluster.report("p0")
+        cluster.report("d0", running_seqs=4, running_context_tokens=4_000, free_blocks=free_blocks)
+        for settled in cluster.router.tick():
+            assert settled.request_id == "first"
+            assert isinstance(settled.verdict, Admitted)
+            cluster.router.report(settled.verdict.decision.decision_id, Outcome.cancelled())
+    begun: list[str] = []
+    for number in range(400):
+        cluster.clock.advance_ms(100)
+        cluster.report("p0")
+        cluster.report("d0")
+        keen = Slo("keen", ttft_ms=2_000, is_strict=True)
+        verdict = cluster.router.submit(ask(cluster, f"keen-{number}", 100, slo=keen))
+        verdicts = [verdict, *(settled.verdict for settled in cluster.router.tick())]
+        for admitted in verdicts:
+            assert not isinstance(admitted, Rejected)
+            if isinstance(admitted, Admitted):
+                begun.append(admitted.decision.request_id)
+                cluster.router.report(admitted.decision.decision_id, Outcome.first_token())
+                cluster.router.report(admitted.decision.decision_id, Outcome.finished(20.0))
+    assert "second" in begun
+    cluster.check()
+
+
 def test_room_is_kept_for_nobody_who_has_left() -> None:
     cluster = cluster_of(ageing_ms=1_000)
     cluster.report("d0", running_seqs=4, running_context_tokens=4_000, free_blocks=100)
