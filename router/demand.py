@@ -6,6 +6,10 @@ which k are taken by such work, and arrivals that need D workers on average, wor
 leaves the others short of max(0, D·``MARGIN`` − (m − k − 1)) workers for w ms. What that delays
 them must be small beside the time that they have.
 
+Few workers are never spare by that: one that is busy for a fifth of the time would do nothing else.
+So work that is short, of which who comes meanwhile waits half on average (``SHORT_SLACKS``), may
+also take the time that the others leave idle, m − D·``MARGIN`` workers, as much as there was of it.
+
 Plain data of one pool; told the time in nanoseconds of the router's clock.
 """
 
@@ -22,6 +26,7 @@ MEMORY_MS = (1_000.0, 20_000.0)  # … within these bounds
 LEAST_SEEN_MS = 1_000.0  # of arrivals, before which they say little of what comes
 MARGIN = 1.2
 SLACK_SHARE = 0.1  # of the time that those with a target have
+SHORT_SLACKS = 2.0
 
 
 @dataclass(slots=True)
@@ -34,6 +39,8 @@ class Demand:
     _first_ns: int = -1
     _at_ns: int = 0
     _ends_ns: list[int] = field(default_factory=list)  # of work that had time and was begun
+    _owed_ms: float = 0.0  # of a worker, that such work has had beyond what was idle …
+    _owed_at_ns: int = 0  # … then
 
     def offered(self, work_ms: float, slack_ms: float, now_ns: int) -> None:
         """A query with a target came: ``work_ms`` on one worker, ``slack_ms`` to its latest
@@ -49,6 +56,7 @@ class Demand:
     def begun(self, busy_ms: float, now_ns: int) -> None:
         """Work that had time occupies a worker for so long."""
         heappush(self._ends_ns, now_ns + int(busy_ms * NS_PER_MS))
+        self._owed_ms += busy_ms
 
     def workers(self, now_ns: int) -> float:
         """That those who have a target keep busy on average."""
@@ -69,11 +77,17 @@ class Demand:
         while self._ends_ns and self._ends_ns[0] <= now_ns:
             heappop(self._ends_ns)
         wanted = self.workers(now_ns) * MARGIN
+        idle_ms = max(0.0, num_workers - wanted) * (now_ns - self._owed_at_ns) / NS_PER_MS
+        self._owed_ms = max(0.0, self._owed_ms - idle_ms)  # none is saved up
+        self._owed_at_ns = now_ns
         if self._count * self._decay(now_ns) < 1e-3:
             return True
         missing = max(0.0, wanted - (num_workers - len(self._ends_ns) - 1))
         delay_ms = missing * work_ms / max(1.0, num_workers)
-        return delay_ms <= SLACK_SHARE * self._slack_ms / self._count
+        slack_ms = self._slack_ms / self._count
+        if delay_ms <= SLACK_SHARE * slack_ms:
+            return True
+        return work_ms <= SHORT_SLACKS * slack_ms and not self._owed_ms
 
     @property
     def _memory_ms(self) -> float:

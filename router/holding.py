@@ -4,8 +4,8 @@ Two lanes for each model. ON_TIME holds queries whose first token can still be i
 latest start; LATE_OK holds those without such a target, and those of best-effort classes that can
 not meet theirs any more, in the order of fair shares. ON_TIME goes first, but LATE_OK is never
 starved: it goes when ON_TIME has slack for it, and when its head has waited for ``ageing_ms`` it
-gets a small share of the work whatever ON_TIME has. A long one may take more than that at once; it
-is paid back before the next one goes first.
+gets a small share of the work, and of one worker's time, whatever ON_TIME has. A long one may take
+more than that at once; it is paid back before the next one goes first.
 
 ::
 
@@ -33,7 +33,7 @@ from isthmus.router.shares import TenantShares
 from isthmus.router.shedding import NEVER_LATE, Job, leave_out
 from isthmus.router.types import RouteQuery
 
-AGED_SHARE = 0.1  # of the work started, that an aged head of LATE_OK gets at least
+AGED_SHARE = 0.1  # of the work started, or of the time, that aged heads of LATE_OK get at least
 
 
 class Lane(Enum):
@@ -88,10 +88,19 @@ class _Line:
     on_time_ms: float = 0.0  # … and in ON_TIME
     slack_ms: float = NEVER_LATE  # work that ON_TIME had time for, when it was last planned
     planned: _Planned | None = None  # when that left nobody out, and nobody came or went since
-    debt_ms: float = 0.0  # work that LATE_OK has had beyond its share; none is saved up
+    debt_ms: float = 0.0  # work that LATE_OK has had beyond its share; none is saved up …
+    paid_ns: int | None = None  # … and time has paid for it until then
 
     def lane(self, lane: Lane) -> list[HeldQuery]:
         return self.on_time if lane is Lane.ON_TIME else self.late_ok
+
+    def pay(self, now_ns: int) -> None:
+        """Where little comes with a target, a share of that is nothing: a share of the time is
+        not."""
+        if self.paid_ns is not None:
+            share_ms = AGED_SHARE * (now_ns - self.paid_ns) / NS_PER_MS
+            self.debt_ms = max(0.0, self.debt_ms - share_ms)
+        self.paid_ns = now_ns
 
 
 class HoldingQueue:
@@ -163,6 +172,7 @@ class HoldingQueue:
     def started(self, held: HeldQuery, now_ns: int) -> None:
         """Removes ``held``: it was dispatched, and its tenant has had its work."""
         line = self._lines[held.query.model]
+        line.pay(now_ns)
         had_ms = held.work_ms if held.lane is Lane.LATE_OK else 0.0
         line.debt_ms = max(0.0, line.debt_ms + had_ms - AGED_SHARE * held.work_ms)
         tag = held.tag if held.lane is Lane.LATE_OK else None
@@ -289,6 +299,7 @@ class HoldingQueue:
         """LATE_OK's head before ON_TIME: nobody is late for it, or it has waited too long."""
         if (not line.on_time or line.slack_ms >= head.work_ms) and is_spare(head.work_ms):
             return True
+        line.pay(now_ns)
         is_aged = now_ns - head.since_ns >= self._ageing_ns
         return is_aged and not line.debt_ms
 

@@ -83,6 +83,20 @@ def test_long_work_takes_only_workers_that_are_spare() -> None:
     assert demand.spares(60_000.0, 8, now_ns + 61 * NS_PER_S)
 
 
+def test_short_work_takes_what_one_worker_leaves_idle_and_long_work_does_not() -> None:
+    demand = Demand()
+    now_ns, begun_ms = 0, 0.0
+    for _ in range(100):
+        demand.offered(100.0, 150.0, now_ns)  # a fifth of the time
+        for _ in range(5):
+            now_ns += NS_PER_S // 10
+            assert not demand.spares(400.0, 1, now_ns)
+            if demand.spares(200.0, 1, now_ns):
+                demand.begun(200.0, now_ns)
+                begun_ms += 200.0
+    assert 0.6 <= begun_ms * NS_PER_MS / now_ns <= 0.8
+
+
 def test_without_targets_nothing_is_kept_free() -> None:
     demand = Demand()
     for _ in range(20):

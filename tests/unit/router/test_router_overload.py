@@ -81,6 +81,28 @@ def test_best_effort_is_late_rather_than_refused_and_never_starved() -> None:
     assert actions[RouteAction.DEGRADE] >= 1
 
 
+@pytest.mark.parametrize(
+    ("late_tokens", "gap_ms", "share"), [(200, 600, 0.8), (1_500, 1_000, 0.06)]
+)
+def test_few_with_a_target_leave_their_only_worker_to_others_while_it_is_idle(
+    late_tokens: int, gap_ms: int, share: float
+) -> None:
+    """Short prompts at once, long ones when they have aged: those get a tenth of the time."""
+    world = World(1, 1, ageing_ms=1_000)
+    keen = Slo("keen", ttft_ms=300)
+    rng, when_ms = random.Random(4), 0.0
+    while when_ms < 60_000:
+        when_ms += rng.expovariate(1 / 500)
+        world.offer(when_ms, 100, 2, keen)
+    late = [world.offer(when_ms, late_tokens, 2) for when_ms in range(100, 60_000, gap_ms)]
+    world.start_reports(250_000)
+    world.run(62_000)
+    assert sum(job.first_ms is not None for job in late) >= share * len(late)
+    assert world.attainment("keen") >= 0.8
+    world.run()
+    check_nothing_is_left(world)
+
+
 def test_tenants_share_a_queue_by_their_weights() -> None:
     world = World(1, 1, latency=QUICK, tenant_weights={"heavy": 3.0})
     for number in range(80):
