@@ -240,12 +240,15 @@ class Intake:
             retry_after_ms=retry_after_ms(self._backlog_ms(query.model)),
         )
 
-    def _press(self, model: str) -> Press:
+    def _press(self, model: str, held: HeldQuery | None = None) -> Press:
+        """Of all who wait but ``held`` itself."""
         pool = self._pools.get(model)
         if pool is None:
             return NO_PRESS
-        line_ms = self._queue.on_time_ms(model) / pool.num_workers
-        return Press(line_ms, pool.demand.mean_work_ms)
+        line_ms = self._queue.on_time_ms(model)
+        if held is not None and held.lane is Lane.ON_TIME:
+            line_ms = max(0.0, line_ms - held.work_ms)
+        return Press(line_ms / pool.num_workers, pool.demand.mean_work_ms)
 
     def _backlog_ms(self, model: str) -> float:
         pool = self._pools.get(model)
@@ -282,7 +285,7 @@ class Intake:
                 is_aged=is_aged and not is_on_time,
                 is_last_chance=_is_last_chance(held, now_ns),
                 left_alone=self._kept_from(held, now_ns, is_spare),
-                press=self._press(model),
+                press=self._press(model, held),
             )
             if look is None:
                 self._give_up(held, None, now_ns, settled)
