@@ -142,17 +142,17 @@ class _Legs:
         """A report speaks of ``num_prompts`` prompts. Of those that it must contain, as many of the
         oldest as it leaves out are not there: what became of them was never told, or they wait at
         another instance. They are no work any more, else everybody would wait for them until they
-        expire; they are again when reports speak of more. What else is missing (a decode leg of
-        unknown end, or whose KV is on its way) says nothing of prompts. Returns whether anything
-        changed."""
+        expire. They are again when a report speaks of more than all the others, of which the newest
+        may be in it or not. What else is missing (a decode leg of unknown end, or whose KV is on
+        its way) says nothing of prompts. Returns whether anything changed."""
         surely_ns = now_ns - SETTLE_MS * NS_PER_MS
         sure = [*takewhile(lambda leg: leg.made_ns <= surely_ns, self.prompts.values())]
-        num_gone = len(self.forgotten) + len(sure) - num_prompts
-        gone = sure[: max(0, num_gone - len(self.forgotten))]
+        gone = sure[: max(0, len(sure) - num_prompts)]
         for leg in gone:
             self.forgotten[leg.decision_id] = self.prompts.pop(leg.decision_id)
+        num_back = num_prompts - len(self.prompts)
         back: dict[DecisionId, Reservation] = {}
-        while self.forgotten and len(self.forgotten) > num_gone:
+        while self.forgotten and len(back) < num_back:
             decision_id, leg = self.forgotten.popitem()
             back = {decision_id: leg, **back}
         if back:

@@ -88,6 +88,17 @@ def test_a_prompt_that_comes_late_counts_from_when_reports_speak_of_it() -> None
     assert bench.report(0, 0, PREFILL, after_ms=100) == 0
 
 
+def test_new_prompts_are_no_news_of_one_that_was_forgotten() -> None:
+    bench = Bench()
+    bench.local("lost")
+    assert bench.report(num_seqs=0, num_prompts=0) == 0
+    for name in ("first", "second", "third"):
+        bench.local(name)
+        assert bench.report(num_seqs=1, num_prompts=1, after_ms=SETTLE_MS // 2) == PROMPT_MS
+        bench.first_token(name)
+        bench.ledger.end(DecisionId(name), bench.now_ns)
+
+
 def test_a_prompt_that_no_report_can_contain_yet_is_not_missing() -> None:
     bench = Bench()
     bench.local("new")
