@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import subprocess
@@ -16,10 +15,8 @@ from tempfile import TemporaryDirectory
 
 import httpx
 
-from isthmus.common.rpc import create_channel
 from isthmus.controlplane.client import InstanceStatus, cluster_status
 from isthmus.controlplane.state_file import find_running
-from isthmus.protos.v1 import instance_pb2, instance_pb2_grpc
 
 OUT = Path(__file__).resolve().parent / "out"
 MODEL_NAME = "bench"
@@ -40,9 +37,6 @@ class Running:
     ready_s: float
     state_dir: Path
 
-    def instances(self) -> tuple[InstanceStatus, ...]:
-        return asyncio.run(self.fetch_instances())
-
     async def fetch_instances(self) -> tuple[InstanceStatus, ...]:
         """What ``isthmus status`` shows."""
         state = find_running(self.state_dir, CLUSTER_NAME)
@@ -50,31 +44,9 @@ class Running:
             raise RuntimeError("the cluster is not running any more")
         return (await cluster_status(state.control_address)).instances
 
-    def integrity_problems(self) -> list[str]:
-        """Instances whose pools are not at rest and clean, and why."""
-        return asyncio.run(_integrity_problems(self.instances()))
-
 
 def cli(*words: str) -> list[str]:
     return [sys.executable, "-m", "isthmus.cli.main", *words]
-
-
-async def _integrity_problems(instances: tuple[InstanceStatus, ...]) -> list[str]:
-    problems = []
-    for instance in instances:
-        if instance.info is None:
-            problems.append(f"{instance.instance_id} has not registered")
-            continue
-        async with create_channel(instance.info.address) as channel:
-            stub = instance_pb2_grpc.InstanceServiceStub(channel)
-            reply = await stub.CheckIntegrity(instance_pb2.CheckIntegrityRequest(), timeout=10)
-        load = reply.load
-        if not reply.is_clean:
-            problems.append(f"{instance.instance_id}: {reply.problem}")
-        busy = {state: n for state, n in reply.sessions_by_state.items() if n}
-        if load.free_blocks != load.num_blocks or load.held_blocks or load.running_seqs or busy:
-            problems.append(f"{instance.instance_id} is not at rest: {load} {busy}")
-    return problems
 
 
 @contextmanager
