@@ -35,6 +35,7 @@ class InstanceView:
     ref: InstanceRef
     breaker: Breaker
     key: CompatKey
+    kind: tuple[Role, CompatKey]  # as it came: those who are alike have the same partners
     fed_keys: tuple[CompatKey, ...]  # of decode instances that are there
     block_size: int
     longest_prompt: int  # that fits with one output token
@@ -60,7 +61,10 @@ class InstanceView:
         token_bytes = info.kv_layout.instance_token_bytes
         learned = LearnedLatency(info.latency)
         key = compat_key(info)
-        return cls(info, info.ref, breaker, key, (), info.block_size, longest, token_bytes, learned)
+        kind = info.role, key
+        return cls(
+            info, info.ref, breaker, key, kind, (), info.block_size, longest, token_bytes, learned
+        )
 
     @property
     def instance_id(self) -> InstanceId:
@@ -187,7 +191,7 @@ class ClusterView:
 
     def _join(self, view: InstanceView) -> None:
         """One more of a kind that has its partners finds the same ones, and is nobody's news."""
-        alike = self._alike.setdefault((view.info.role, view.key), {})
+        alike = self._alike.setdefault(view.kind, {})
         twin = next(iter(alike), None)
         alike[view.instance_id] = None
         if twin is None or self._has_problems:
@@ -196,7 +200,7 @@ class ClusterView:
             view.fed_keys = self.views[twin].fed_keys
 
     def _leave(self, view: InstanceView) -> None:
-        kind = view.info.role, view.key
+        kind = view.kind
         del self._alike[kind][view.instance_id]
         if not self._alike[kind]:
             del self._alike[kind]

@@ -8,9 +8,10 @@ import pytest
 
 from isthmus.common.cluster import Role
 from isthmus.common.hashing import block_hashes, root_hash
+from isthmus.common.ids import InstanceId
 from isthmus.common.types import LocalPrefillReason
 from isthmus.router.admission import FilterReason
-from tests.support.router_cluster import LAYOUT, Cluster, make_query
+from tests.support.router_cluster import LAYOUT, Cluster, make_info, make_query
 
 
 @pytest.mark.parametrize("block_size", [16, 32, 64])
@@ -98,6 +99,19 @@ def test_kv_goes_where_it_can_be_kept_or_becomes_smaller(
     assert record.filtered == {"p0": FilterReason.INCOMPATIBLE}
     for problem in problems:
         assert f"KV in {source} cannot be sent to a store in {target}" in problem
+
+
+def test_an_instance_whose_record_changes_its_role_can_still_leave() -> None:
+    """Its role is fixed for an epoch; a record that breaks this must not end the feed."""
+    cluster = Cluster(2, 1)
+    view = cluster.router.state.cluster
+    view.upsert(make_info("p0", Role.DECODE))
+    view.remove(InstanceId("p0"), "left", 0)
+    view.upsert(make_info("p1", Role.MIXED))
+    view.upsert(make_info("p1", Role.PREFILL, epoch=2))
+    decision = cluster.router.route(make_query())
+    assert decision.decode.instance_id == "d0"
+    assert view.views.keys() == {"p1", "d0"}
 
 
 def test_each_decode_instance_gets_kv_from_those_that_can_feed_it() -> None:
