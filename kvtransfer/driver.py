@@ -55,7 +55,7 @@ class ConnectorDriver:
         self._unready: list[Write] = []
         self._computing_pause_s = _SHORTEST_PAUSE_S  # goes on over sweeps that see nothing
         self._lanes: dict[PeerName, Lane] = {}
-        self._removed: set[PeerName] = set()
+        self._peers: set[PeerName] = set()
         self.num_open_writes = 0  # submitted and not yet reported as ended
         self.open_bytes = 0
         self._is_closing = False
@@ -111,7 +111,7 @@ class ConnectorDriver:
         if isinstance(connector, Reaching):
             future = self._reach(connector, metadata, region)
         else:
-            future = self._call(lambda: connector.add_peer(metadata, region))
+            future = self._call(lambda: self._joined(connector.add_peer(metadata, region)))
         try:
             return await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(future)), timeout_s)
         except (TimeoutError, asyncio.CancelledError):
@@ -156,7 +156,7 @@ class ConnectorDriver:
                 future.cancel()
                 return
             self._woken.set()
-            self._jobs.put(lambda: _admit(reached, future))
+            self._jobs.put(lambda: self._admit(reached, future))
 
         threading.Thread(target=reach, name="kv-reach", daemon=True).start()
         return future
@@ -179,13 +179,31 @@ class ConnectorDriver:
         self._jobs.put(job)
         return future
 
+    def _joined(self, peer: PeerName) -> PeerName:
+        self._peers.add(peer)
+        return peer
+
+    def _admit(self, reached: Reached, future: Future[PeerName]) -> None:
+        if future.set_running_or_notify_cancel():
+            _fulfil(future, lambda: self._joined(reached.admit()))
+        else:
+            reached.drop()
+
     def _remove_peer(self, peer: PeerName) -> None:
-        self._removed.add(peer)  # its lane goes when nothing is left in it
+        self._peers.discard(peer)
+        self._drop_lanes()
         self._connector.remove_peer(peer)
+
+    def _drop_lanes(self) -> None:
+        """Those of peers that are not there, once nothing is left in them: a write may come to its
+        lane after its peer has gone."""
+        lanes = self._lanes.items()
+        for peer in [peer for peer, lane in lanes if peer not in self._peers and lane.is_empty]:
+            del self._lanes[peer]
 
     def _discard(self, future: Future[PeerName]) -> None:
         if future.done() and not future.cancelled() and future.exception() is None:
-            self._connector.remove_peer(future.result())
+            self._remove_peer(future.result())
 
     def _sweep_patiently(self, patience_s: float) -> Sweep:
         self._woken.clear()
@@ -219,9 +237,7 @@ class ConnectorDriver:
             lane.poll(sweep)
         for lane in self._lanes.values():
             lane.post(sweep)
-        for peer in [peer for peer in self._removed if self._is_over(peer)]:
-            self._removed.remove(peer)
-            self._lanes.pop(peer, None)
+        self._drop_lanes()
         try:
             sweep.notifications = self._connector.take_notifications()
         except Exception as error:  # noqa: BLE001 - what ended in this sweep must not get lost
@@ -247,20 +263,9 @@ class ConnectorDriver:
             lane = self._lanes[peer] = Lane(self._connector, self._clock)
         return lane
 
-    def _is_over(self, peer: PeerName) -> bool:
-        lane = self._lanes.get(peer)
-        return lane is None or lane.is_empty
-
 
 def _fulfil(future: Future[T], function: Callable[[], T]) -> None:
     try:
         future.set_result(function())
     except BaseException as error:  # noqa: BLE001 - handed to whoever awaits the call
         future.set_exception(error)
-
-
-def _admit(reached: Reached, future: Future[PeerName]) -> None:
-    if future.set_running_or_notify_cancel():
-        _fulfil(future, reached.admit)
-    else:
-        reached.drop()

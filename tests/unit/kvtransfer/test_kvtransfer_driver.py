@@ -123,7 +123,8 @@ class Rig:
         return write
 
     async def measure(self, bytes_per_ms: int) -> None:
-        """Lets one large write tell how fast the link to PEER is."""
+        """Lets one large write tell how fast the link to PEER, which is there, is."""
+        await self.driver.add_peer(b"", MemoryRegion(0, 1), 5)
         size = max(LEAST_SAMPLE_BYTES, bytes_per_ms)
         self.submit(size=size, expires_ns=10**15)
         await self.driver.sweep()
@@ -339,6 +340,24 @@ async def test_the_estimate_goes_with_its_peer(monkeypatch: pytest.MonkeyPatch) 
     await rig.driver.remove_peer(PEER, 5)
     await rig.driver.sweep()
     assert rig.driver.bytes_per_s(PEER) is None
+    assert await rig.driver.close(5)
+
+
+async def test_a_write_that_comes_after_its_peer_has_gone_leaves_no_lane(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig = Rig(monkeypatch, window=SIZE)
+    await rig.measure(bytes_per_ms=10_000)
+    computed: list[bool] = []
+    unready(rig, lambda: bool(computed))
+    await rig.driver.sweep()
+    await rig.driver.remove_peer(PEER, 5)
+    await rig.driver.sweep()
+    computed.append(True)
+    await rig.driver.sweep()
+    rig.connector.finish()
+    assert [outcome for _, outcome in await rig.ended()] == [Outcome.DONE]
+    assert rig.driver._lanes == {}
     assert await rig.driver.close(5)
 
 
