@@ -101,6 +101,7 @@ class Instance:
         self._let_out(sequence)
         sequence.move_to(SeqState.ARRIVED)
         sequence.num_generated += 1
+        sequence.is_prompt = False
         sequence.num_computed = sequence.num_tokens - 1
         self._publish(sequence)
         self._arrived.append(sequence)
@@ -167,9 +168,11 @@ class Instance:
         reserving, arrived = self._reserving, self._arrived
         waiting_tokens = waiting.num_tokens + reserving.num_tokens
         computed = arrived.num_tokens - arrived.num_seqs
+        num_prompts = waiting.num_prompts
         for sequence in self._prefilling:
             waiting_tokens += sequence.num_left
             computed += sequence.num_computed
+            num_prompts += sequence.is_prompt
         head = waiting.head
         oldest_ns = head.added_ns if head is not None else now_ns
         progress = 0
@@ -192,7 +195,7 @@ class Instance:
             step_ms=self._step_ms,
             steps=self.num_steps,
             totals=self._counts.totals,
-            prompt_seqs=waiting.num_seqs + len(self._prefilling),
+            prompt_seqs=num_prompts,
         )
 
     def check_integrity(self) -> None:
@@ -317,6 +320,7 @@ class Instance:
             return
         del self._prefilling[sequence]
         sequence.num_generated += 1
+        sequence.is_prompt = False
         if sequence.is_for_peer:
             del self._running[sequence]
             sequence.move_to(SeqState.HELD)

@@ -16,6 +16,7 @@ class Line:
 
     def __init__(self, block_size: int) -> None:
         self.num_seqs = 0
+        self.num_prompts = 0
         self.num_tokens = 0
         self.num_blocks = 0
         self._block_size = block_size
@@ -47,16 +48,19 @@ class Line:
 
     def clear(self) -> None:
         self._queue.clear()
-        self.num_seqs = self.num_tokens = self.num_blocks = 0
+        self.num_seqs = self.num_prompts = self.num_tokens = self.num_blocks = 0
 
     def check_integrity(self) -> None:
         """AssertionError when the sums are not those of who is there."""
         assert self.num_seqs == len(self._queue)
+        assert self.num_prompts == sum(s.is_prompt for s in self._queue)
         assert self.num_tokens == sum(s.num_tokens for s in self._queue)
         assert self.num_blocks == sum(-(-s.num_tokens // self._block_size) for s in self._queue)
 
     def _count(self, sequence: SimSequence, sign: int) -> None:
         num_tokens = sequence.num_tokens
         self.num_seqs += sign
+        if sequence.is_prompt:
+            self.num_prompts += sign
         self.num_tokens += sign * num_tokens
         self.num_blocks += sign * -(-num_tokens // self._block_size)

@@ -61,6 +61,7 @@ class SimSequence:
     num_output: int
     hashes: HashChain = ()
     num_generated: int = 0
+    is_prompt: bool = True  # until its first token of this instance, or the one that came with KV
     is_for_peer: bool = False
     state: SeqState = SeqState.NEW
     added_ns: int = 0

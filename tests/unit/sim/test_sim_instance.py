@@ -140,6 +140,30 @@ def test_when_blocks_run_out_the_youngest_gives_way_and_still_gets_every_token()
     check_over(cluster)
 
 
+def test_one_that_gave_way_is_no_prompt_once_it_has_a_token(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As the engine reports it: nobody waits for its first token."""
+    cluster = make_cluster(
+        make_spec("m0", Role.MIXED, num_blocks=20), report_interval_ms=7.0, **QUIET
+    )
+    instance = cluster.instances[InstanceId("m0")]
+    told: list[tuple[int, int | None]] = []
+    monkeypatch.setattr(
+        cluster.router.state,
+        "reported",
+        lambda report: told.append((report.waiting_seqs, report.prompt_seqs)),
+    )
+    cluster.offer([make_request(0, 0, 100, 150), make_request(1, 1, 100, 150)])
+    assert cluster.run()
+    assert instance.num_preempted > 0
+    begun = told.index((0, 0))  # both have a token
+    assert {num_prompts for _, num_prompts in told[:begun]} == {1, 2}
+    assert {num_waiting for num_waiting, _ in told[begun:]} == {0, 1}
+    assert {num_prompts for _, num_prompts in told[begun:]} == {0}
+    check_over(cluster)
+
+
 def test_reservations_wait_in_line_for_blocks() -> None:
     cluster = make_cluster(
         make_spec("p0", Role.PREFILL), make_spec("d0", Role.DECODE, num_blocks=10), **QUIET
