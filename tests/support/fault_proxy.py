@@ -86,7 +86,8 @@ class FaultProxy:
         self._stop_listening()
         for connection in list(self._connections):
             _reset(connection)
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        while self._tasks:  # one may be accepted yet that came before
+            await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _stop_listening(self) -> None:
         if self._server is not None:
@@ -94,6 +95,9 @@ class FaultProxy:
             self._server = None
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._server is None:
+            writer.transport.abort()
+            return
         task = asyncio.create_task(self._serve(reader, writer))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
