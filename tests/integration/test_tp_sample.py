@@ -13,11 +13,12 @@ from isthmus.engine.core import EngineCore
 from tests.support.engine_driver import generate, make_prompt, make_request
 from tests.support.tp_ranks import ranked_engine
 
-pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.timeout(180)
 
 ENGINE = {"num_blocks": 40, "max_num_batched_tokens": 64}
 
 
+@pytest.mark.asyncio
 async def test_two_ranks_of_the_sample_give_the_tokens_of_one(tmp_path: Path) -> None:
     requests = [
         make_request("greedy", make_prompt(70), max_tokens=6),
