@@ -92,7 +92,7 @@ class PromptColumns:
 class DecodeColumns:
     """What decode and mixed instances have, one entry each."""
 
-    NUM_COLUMNS = 20
+    NUM_COLUMNS = 19
 
     def __init__(self, views: list[InstanceView]) -> None:
         self.views = views
@@ -116,8 +116,7 @@ class DecodeColumns:
             self.room,  # free blocks; −1 where the batch has no place
             self.capacity,  # tokens
             self.token_bytes,
-            self.tightest,  # TPOT limit of a sequence there …
-            self.is_free,  # … 1 where none has any
+            self.tightest,  # TPOT limit of a sequence there
             self.prompt,  # work of prompts beside decodes, as it was …
             self.prompt_at,  # … then
             self.factor,
@@ -148,7 +147,6 @@ class DecodeColumns:
                 step = large_base + large_seq * seqs + large_ctx * context
         if view.prompt_ms:
             self.prompted.add(row)
-        tightest = load.tightest_tpot_ms
         self._rows[:, row] = (
             base,
             seq,
@@ -164,8 +162,7 @@ class DecodeColumns:
             free_blocks if seqs < info.max_num_seqs else -1,
             info.num_blocks * view.block_size,
             view.token_bytes,
-            tightest,
-            1.0 if tightest == NO_LIMIT else 0.0,
+            load.tightest_tpot_ms,
             view.prompt_ms,
             view.prompt_at_ns / NS_PER_MS,
             factor,
