@@ -35,9 +35,7 @@ class Look:
     even the quickest instances meet the targets, when idle: ``least_ttft_ms``, ``least_tpot_ms``.
     """
 
-    ask: Ask
     weighed: Weighed
-    elapsed_ms: float
     latest_start_ns: int | None
     is_infeasible: bool
     least_ttft_ms: float
@@ -86,10 +84,7 @@ class Placement:
         tables = self._table.of_model(query.model)
         index = self._state.index
         holders = [found for chain in query.hash_chains for found in index.holders(chain)]
-        elapsed_ms = self.elapsed_ms(query)
-        ask = self._ask(
-            query, elapsed_ms, now_ns, is_on_time=is_on_time, is_aged=is_aged, press=press
-        )
+        ask = self._ask(query, now_ns, is_on_time=is_on_time, is_aged=is_aged, press=press)
         if is_last_chance:
             ask = replace(ask, quantile=min(0.5, ask.quantile))
         if left_alone is not None:
@@ -115,9 +110,7 @@ class Placement:
         if best is None:
             return None
         return Look(
-            ask,
             best,
-            elapsed_ms,
             _latest_start_ns(ask, best, now_ns),
             (slo.ttft_ms is not None and least_ttft_ms > slo.ttft_ms)
             or (slo.tpot_ms is not None and least_tpot_ms > slo.tpot_ms),
@@ -210,7 +203,6 @@ class Placement:
     def _ask(
         self,
         query: RouteQuery,
-        elapsed_ms: float,
         now_ns: int,
         *,
         is_on_time: bool,
@@ -226,7 +218,7 @@ class Placement:
                 query.model, slo.class_name, query.num_prompt_tokens, query.max_output_tokens
             ),
             ttft_ms=ttft_ms,
-            left_ms=NEVER if ttft_ms is None else ttft_ms - elapsed_ms,
+            left_ms=NEVER if ttft_ms is None else ttft_ms - self.elapsed_ms(query),
             tpot_ms=slo.tpot_ms if keeps_tpot else None,
             quantile=quantile,
             remote=known.residuals.of(Kind.TTFT, bucket),
