@@ -5,9 +5,9 @@ possible on one machine: go through the jobs by due time, and whenever one would
 the longest so far. With weights the problem is NP-hard; leaving out the job with most work for its
 weight is exact for equal weights and for jobs of equal length, and a good heuristic in between.
 
-A pool of m alike machines is taken for one that is m times as fast: a job must *start* by its
-latest start, when what is before it has been shared out; with ``due = latest start + work / m``
-that is the rule for one machine.
+A pool is taken for one machine that does a unit of work in a unit of time: a job must *start* by
+its latest start, when what is before it is done; with ``due`` = what the pool can have done by the
+latest start (``capacity``) + its own work, that is the rule for one machine.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NEVER_LATE = float("inf")
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    due_ms: float  # from now; by when it must have ended
+    due_ms: float  # from now, in work; by when it must have ended
     work_ms: float
     weight: float = 1.0
 
@@ -34,12 +34,12 @@ class Plan:
     slack_ms: float
 
 
-def leave_out(jobs: Sequence[Job], ready_ms: float = 0.0) -> Plan:
-    """``ready_ms``: when the machine is free for the first of them. O(n log n)."""
+def leave_out(jobs: Sequence[Job]) -> Plan:
+    """O(n log n)."""
     order = sorted(range(len(jobs)), key=lambda place: (jobs[place].due_ms, place))
     kept: list[tuple[float, int]] = []  # worst (most work for its weight) first
     left_out: set[int] = set()
-    busy_ms = ready_ms
+    busy_ms = 0.0
     for place in order:
         job = jobs[place]
         heappush(kept, (-job.work_ms / job.weight, place))
@@ -48,13 +48,11 @@ def leave_out(jobs: Sequence[Job], ready_ms: float = 0.0) -> Plan:
             _, worst = heappop(kept)
             left_out.add(worst)
             busy_ms -= jobs[worst].work_ms
-    return Plan(tuple(sorted(left_out)), _slack_ms(jobs, order, left_out, ready_ms))
+    return Plan(tuple(sorted(left_out)), _slack_ms(jobs, order, left_out))
 
 
-def _slack_ms(
-    jobs: Sequence[Job], order: Sequence[int], left_out: set[int], ready_ms: float
-) -> float:
-    slack_ms, ends_ms = NEVER_LATE, ready_ms
+def _slack_ms(jobs: Sequence[Job], order: Sequence[int], left_out: set[int]) -> float:
+    slack_ms, ends_ms = NEVER_LATE, 0.0
     for place in order:
         if place not in left_out:
             ends_ms += jobs[place].work_ms
