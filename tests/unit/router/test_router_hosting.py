@@ -80,9 +80,8 @@ def test_answers_without_a_target_are_spread() -> None:
     assert len(used) == 4
 
 
-def test_those_who_wait_make_the_prefill_pool_dear() -> None:
-    """A decode instance without residents takes a prompt when many wait, not for the wait of a
-    single one."""
+def test_a_short_wait_is_no_reason_to_compute_a_prompt_where_it_is_decoded() -> None:
+    """Though the decode instance has no residents, and could begin at once."""
     cluster = Cluster(1, 1, policy="goodput", exploration=0)
     assert submit(cluster, 400, "first") is not None
     cluster.clock.advance_ms(380)  # nearly done
