@@ -24,7 +24,7 @@ import numpy as np
 from isthmus.common.ids import InstanceId
 from isthmus.router.columns import Bools, Floats, PromptColumns
 from isthmus.router.links import SETUP_MS
-from isthmus.router.quantiles import FLOOR_MS, Residuals
+from isthmus.router.quantiles import FLOOR_MS, Residuals, ratio_of
 from isthmus.router.sessions import LastServed
 from isthmus.router.table import Holders, PairTable
 from isthmus.router.types import RouteQuery
@@ -393,7 +393,7 @@ def most_ratio(target_ms: float | None, floor_ms: float) -> float:
     """Of measured / predicted, with which the floor just meets the target; at least 1."""
     if target_ms is None or floor_ms == NEVER:
         return NEVER
-    return max(1.0, (target_ms + FLOOR_MS) / (floor_ms + FLOOR_MS))
+    return max(1.0, ratio_of(target_ms, floor_ms))
 
 
 def quantile_of(predicted: Floats, ratio: float) -> Floats:
