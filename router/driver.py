@@ -98,6 +98,8 @@ class RouterDriver:
             on_settled = self._waiting.pop(settled.request_id, None)
             if on_settled is not None:
                 _tell(on_settled, settled)
+            else:  # it left after a tick that broke off had settled it
+                self._give_back(settled.verdict)
         self._arm()
 
     def _give_back(self, verdict: Admitted | Rejected) -> None:

@@ -155,6 +155,24 @@ async def test_one_that_leaves_as_the_tick_comes_takes_nothing_from_the_others(
 
 
 @pytest.mark.asyncio
+async def test_a_decision_that_is_told_after_its_asker_left_is_given_back(
+    router: HoldingRouter,
+) -> None:
+    """It was made by a tick that broke off, so there was nothing left to cancel."""
+    driver = driver_of(router)
+    waits = [asyncio.create_task(driver.decide(make_query(name=name))) for name in ("a", "b")]
+    await poll_until(lambda: driver.num_waiting == 2)
+    waits[0].cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waits[0]
+    router.settle("a")
+    router.settle("b")
+    assert (await asyncio.wait_for(waits[1], 20)).decision_id == "d-b"
+    assert router.reported == [("d-a", Outcome.cancelled())]
+    driver.close()
+
+
+@pytest.mark.asyncio
 async def test_a_callback_that_raises_leaves_the_others_their_verdicts(
     router: HoldingRouter,
 ) -> None:
