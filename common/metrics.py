@@ -132,7 +132,7 @@ PREDICTION_ALARM = Gauge(
 )
 SHADOW_PRICE = Gauge(
     "isthmus_shadow_price",
-    "What a second of a pool (prefill, decode) or a link is worth in the choice of a pair",
+    "What a second of a pool (prefill, decode) is worth in the choice of a pair",
     ["resource"],
 )
 INSTANCES = Gauge("isthmus_instances", "Instances known to the router", ["role", "state"])

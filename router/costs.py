@@ -1,6 +1,6 @@
 """What serving a query would cost, in milliseconds of an instance, for each pair and each instance.
 
-    λp · (prefill · speed + wait + line) + λd · KV share · ô · TPOT + λl · transfer
+    λp · (prefill · speed + wait + line) + λd · KV share · ô · TPOT + transfer
         + worth · (own chance to miss the TPOT target + residents that miss theirs for it)
 
 ``line``: what the prefill pool needs for all who wait for it, since whoever takes it makes them
@@ -78,7 +78,7 @@ def _favour(costs: Floats, found: Forecast, first: int) -> None:
             costs[row] -= last.worth_ms
 
 
-def pair_costs(found: Forecast, prices: Prices, own: Floats, rest: Floats) -> Floats:
+def pair_costs(found: Forecast, own: Floats, rest: Floats) -> Floats:
     """[prefills, decodes]: of ``own`` (``prefill_costs``), ``rest`` (``decode_costs``) and the way
     between them. Either may be infinite. The result lives until the table's next one."""
     costs, *scratch = found.table.scratch
@@ -87,7 +87,7 @@ def pair_costs(found: Forecast, prices: Prices, own: Floats, rest: Floats) -> Fl
     ask = found.ask
     exposed = _exposed_ms(found, scratch)
     np.add(own[:, None], rest, out=costs)
-    costs += exposed if prices.link == 1.0 else prices.link * exposed
+    costs += exposed
     if ask.tpot_ms is not None:
         late = exposed
         late += found.decode.quantile
@@ -99,7 +99,7 @@ def pair_costs(found: Forecast, prices: Prices, own: Floats, rest: Floats) -> Fl
     return costs
 
 
-def fetched_costs(found: Forecast, prices: Prices, column: int, own: Floats, rest: float) -> Floats:
+def fetched_costs(found: Forecast, column: int, own: Floats, rest: float) -> Floats:
     """[prefills]: as ``pair_costs``, of pairs with the decode instance of ``column``, from which KV
     is fetched."""
     table, ask = found.table, found.ask
@@ -108,7 +108,7 @@ def fetched_costs(found: Forecast, prices: Prices, column: int, own: Floats, res
     last = np.minimum(table.prefills.budget / max(uncached, 1.0), 1.0)
     hidden = OVERLAP * found.fetched[column].prefill
     exposed = SETUP_MS + np.maximum(travel - hidden, travel * last)
-    costs: Floats = own + rest + prices.link * exposed
+    costs: Floats = own + rest + exposed
     if ask.tpot_ms is not None:
         late = exposed + (found.decode.quantile.item(column) - GAP_FACTOR * ask.tpot_ms)
         costs += GAP_PENALTY * np.maximum(late, 0.0)

@@ -140,10 +140,10 @@ class GoodputPolicy:
             may_decode = may_decode & ~found.forced_local
         if np.count_nonzero(may_decode) < len(may_decode):
             rest = np.where(may_decode, rest, NEVER)
-        pairs = pair_costs(found, prices, self._own(found, prices, found.remote, ratio), rest)
+        pairs = pair_costs(found, self._own(found, prices, found.remote, ratio), rest)
         for column, remote in found.fetched.items():
             own = self._own(found, prices, remote, ratio)
-            pairs[:, column] = fetched_costs(found, prices, column, own, rest.item(column))
+            pairs[:, column] = fetched_costs(found, column, own, rest.item(column))
         return pairs
 
     @staticmethod

@@ -33,9 +33,5 @@ class Knowledge:
             is_off = count >= ENOUGH and abs(coverage - quantile) > TOLERANCE
             metrics.PREDICTION_ALARM.labels(**labels).set(is_off)
         prices = self.prices.current
-        for resource, price in (
-            ("prefill", prices.prefill),
-            ("decode", prices.decode),
-            ("link", prices.link),
-        ):
+        for resource, price in (("prefill", prices.prefill), ("decode", prices.decode)):
             metrics.SHADOW_PRICE.labels(resource=resource).set(price)

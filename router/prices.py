@@ -8,7 +8,7 @@ an interval: price ← price^decay · exp(gain · max(0, miss rate − allowed))
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 from math import exp
 
@@ -30,11 +30,10 @@ class Stage(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """Of a second of a prefill instance, of a decode instance, and of a link."""
+    """Of a second of a prefill instance and of a decode instance."""
 
     prefill: float = 1.0
     decode: float = 1.0
-    link: float = 1.0
 
 
 @dataclass(slots=True)
@@ -65,8 +64,7 @@ class PriceBook:
             return
         self._updates_ns = now_ns + INTERVAL_MS * NS_PER_MS
         counts, self._counts = self._counts, {stage: _Count() for stage in Stage}
-        self.current = replace(
-            self.current,
+        self.current = Prices(
             prefill=_moved(self.current.prefill, counts[Stage.PREFILL]),
             decode=_moved(self.current.decode, counts[Stage.DECODE]),
         )

@@ -249,7 +249,7 @@ def pair_cost(
         wait = remote.prefill * float(table.speed[row]) + remote.wait + ask.press.line_ms
         own = prices.prefill * wait
         own = own - costs.TIGHTNESS * remote.ttft
-    cost = own + rest + prices.link * exposed
+    cost = own + rest + exposed
     if ask.tpot_ms is not None:
         late = exposed + decode.quantile - costs.GAP_FACTOR * ask.tpot_ms
         cost = cost + costs.GAP_PENALTY * max(late, 0.0)
