@@ -195,11 +195,11 @@ class PrefixFetches:
     def given_up(self, reservation: Reservation, session: ReceiveSession) -> None:
         del self._waiting[reservation.request_id]
         self._runtime.metrics.prefix_given_up()
-        if session.is_quiescent:
-            self._runtime.engine.cancel_reservation(reservation, quarantine=False)
-            self._runtime.cache_changed()
+        is_quiet = session.is_quiescent
+        self._runtime.engine.cancel_reservation(reservation, quarantine=not is_quiet)
+        self._runtime.cache_changed()
+        if is_quiet:
             return
-        self._runtime.engine.cancel_reservation(reservation, quarantine=True)
         self._resting[reservation.request_id] += 1
         task = asyncio.create_task(
             self._settle(reservation.request_id, session), name=f"rest {reservation.request_id}"
