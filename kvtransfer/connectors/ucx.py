@@ -134,7 +134,11 @@ class UcxConnector:
                     theirs.host, theirs.port, endpoint_error_handling=True
                 )
             line = UcxLine(endpoint, self._store)
-            link = Outgoing(line, self._me, theirs.token)
+            try:
+                link = Outgoing(line, self._me, theirs.token)
+            except LineError:
+                self._end(line)
+                raise
         except LineError as error:
             raise HandshakeError(
                 f"{peer} cannot be reached at {theirs.host}:{theirs.port}: {error}",
@@ -147,7 +151,7 @@ class UcxConnector:
         link, line, _ = self._outgoing.pop(peer, (None, None, None))
         if link is not None and line is not None:
             link.fail()
-            self._ended.append(line)
+            self._end(line)
 
     def post_write(self, peer: PeerName, ops: Sequence[CopyOp], notification: bytes) -> WriteHandle:
         link, _, region = self._outgoing.get(peer, (None, None, None))
@@ -184,8 +188,7 @@ class UcxConnector:
         for peer in list(self._outgoing):
             self.remove_peer(peer)
         for _, line in self._incoming:
-            line.close()
-            self._ended.append(line)
+            self._end(line)
         self._incoming.clear()
         self._listener = None
         deadline_s = time.monotonic() + _CLOSE_S
@@ -227,6 +230,10 @@ class UcxConnector:
     def _drop_ended(self) -> None:
         for each in [each for each in self._incoming if not each[1].is_alive]:
             self._incoming.remove(each)
-            each[1].close()
-            self._ended.append(each[1])
+            self._end(each[1])
         self._ended = [line for line in self._ended if not line.is_settled]
+
+    def _end(self, line: UcxLine) -> None:
+        """It is kept until UCX has finished with what it was given."""
+        line.close()
+        self._ended.append(line)
