@@ -98,12 +98,7 @@ class Steps:
         self.totals = NO_STEPS
 
     def run(self) -> StepOutput | None:
-        """Plans and launches what may be in flight, then lands the oldest step and enters its
-        results; None = nothing to do until something changes.
-
-        When the model fails, the step's sequences end with InternalError and the engine goes on.
-        After MAX_FAILED_STEPS failures in a row this raises InternalError, and InstanceLostError
-        when one of several ranks is gone: restart the process."""
+        """See ``EngineCore.step``."""
         self._launch_steps()
         if not self._flights:
             return None
