@@ -160,6 +160,9 @@ def test_nixl_and_ucx_are_not_both_had_in_one_process() -> None:
 def test_missing_ucxx_is_told_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ucxx", None)
     monkeypatch.delitem(sys.modules, "nixl_cu13", raising=False)
+    for direction in ("TX", "RX"):  # what the attempt sets for its UCX goes again with the test
+        monkeypatch.setenv(f"UCX_TCP_{direction}_SEG_SIZE", "256k")
+    monkeypatch.setenv("UCX_MEMTYPE_CACHE", "n")
     with pytest.raises(TransferError, match=r"pip install 'isthmus\[ucx\]'"):
         create_connectors(TransferConfig(connector="ucx"), ME, MemoryRegion(0, 1), 64)
 
