@@ -9,14 +9,14 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
+from isthmus.common.config import UCX_CONNECTORS
 from isthmus.common.errors import ConfigError, TransferError
 from isthmus.kvtransfer.bench.cases import Case
 from isthmus.kvtransfer.bench.ends import Pair
 from isthmus.kvtransfer.bench.ways import MEMCPY, RAW_NIXL
 
-_TCP = ", tcp"
+_TCP = ", tcp"  # another transport, for those over UCX
 _TOLD_APART = frozenset({"nixl", "ucx", "shm", "collective"})
-_OVER_UCX = frozenset({"nixl", "ucx"})  # which another transport can be chosen for
 
 
 @dataclass(slots=True)
@@ -61,11 +61,11 @@ def ways_of(connectors: Sequence[str]) -> tuple[str, ...]:
     ways = [MEMCPY]
     for connector in connectors:
         name = connector.removesuffix(_TCP)
-        if name not in _TOLD_APART or (connector.endswith(_TCP) and name not in _OVER_UCX):
+        if name not in _TOLD_APART or (connector.endswith(_TCP) and name not in UCX_CONNECTORS):
             known = ", ".join(sorted(_TOLD_APART))
             raise ConfigError(
                 f"not a connector to measure: '{connector}' (there are {known}, and with "
-                f"'{_TCP}' behind it {' and '.join(sorted(_OVER_UCX))})",
+                f"'{_TCP}' behind it {' and '.join(sorted(UCX_CONNECTORS))})",
                 stage="bench",
             )
         if name == "nixl" and importlib.util.find_spec("nixl_cu13") is not None:
