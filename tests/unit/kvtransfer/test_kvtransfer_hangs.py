@@ -52,6 +52,16 @@ async def hung_send(pair: TransferPair) -> SendSession:
     return send
 
 
+def never_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Writes go on hanging when their peer has been removed."""
+
+    def keeps(connector: FakeConnector, peer: PeerName) -> None:
+        pass
+
+    monkeypatch.setattr("isthmus.kvtransfer.severing._LET_GO_S", 0.05)
+    monkeypatch.setattr(FakeConnector, "remove_peer", keeps)
+
+
 async def test_a_hung_write_keeps_its_session_no_longer_than_the_quarantine() -> None:
     """Whoever began it may be gone: nobody has to ask for it."""
     async with running_pair("0:hang") as pair:
@@ -78,11 +88,7 @@ async def test_a_hung_write_keeps_its_session_no_longer_than_the_quarantine() ->
 async def test_a_write_to_an_instance_that_has_restarted_ends_nothing_of_its_successor(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def keeps(connector: FakeConnector, peer: PeerName) -> None:
-        """The write goes on hanging."""
-
-    monkeypatch.setattr("isthmus.kvtransfer.severing._LET_GO_S", 0.05)
-    monkeypatch.setattr(FakeConnector, "remove_peer", keeps)
+    never_let_go(monkeypatch)
     async with running_pair("0:hang") as pair:
         told: list[BaseException] = []
         pair.prefill.manager._on_failed = told.append
@@ -99,11 +105,7 @@ async def test_a_write_to_an_instance_that_has_restarted_ends_nothing_of_its_suc
 async def test_a_connector_that_does_not_let_go_is_told_of(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def keeps(connector: FakeConnector, peer: PeerName) -> None:
-        """The write goes on hanging."""
-
-    monkeypatch.setattr("isthmus.kvtransfer.severing._LET_GO_S", 0.05)
-    monkeypatch.setattr(FakeConnector, "remove_peer", keeps)
+    never_let_go(monkeypatch)
     async with running_pair("0:hang") as pair:
         told: list[BaseException] = []
         pair.prefill.manager._on_failed = told.append
