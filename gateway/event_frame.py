@@ -1,7 +1,7 @@
 """One server-sent event as bytes: whatever is in it, it is one line.
 
-Most events of a stream differ in one text alone. For those a ``TextFrame`` is made once: filling it
-in costs a third of writing the whole event anew.
+Most events of a stream differ in one text alone. For those a ``TextFrame`` is made once, and only
+the text is written anew.
 """
 
 from __future__ import annotations
