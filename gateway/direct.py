@@ -1,8 +1,8 @@
 """The short way to the two routes that generate: past the framework.
 
 FastAPI keeps these routes for its documents and for what is not a POST to exactly these paths. Its
-own way to an endpoint costs a request about as much as everything else that is done before the
-prompt is sent to an instance, and each of its layers costs again whenever a stream goes on.
+own way to an endpoint leads through layers that do nothing for these two, and each of which every
+part of a stream passes again.
 """
 
 from __future__ import annotations
