@@ -82,8 +82,8 @@ class Times:
 class Connection:
     """One request at a time. Raises RuntimeError for an answer that is not the whole one."""
 
-    def __init__(self, target: Target, num_tokens: int) -> None:
-        self._target, self._num_tokens = target, num_tokens
+    def __init__(self, target: Target) -> None:
+        self._target = target
         self.socket = socket.create_connection((target.host, target.port), timeout=SILENCE_S)
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._parts: list[bytes] = []
@@ -124,12 +124,12 @@ class Connection:
 class ClosedLoop:
     """``concurrency`` connections, each sending its next request when the last one has ended."""
 
-    def __init__(self, target: Target, concurrency: int, num_tokens: int) -> None:
+    def __init__(self, target: Target, concurrency: int) -> None:
         self._connections = {}
         self._poll = select.epoll()
         self._number = random.Random().randrange(10**9)
         for _ in range(concurrency):
-            connection = Connection(target, num_tokens)
+            connection = Connection(target)
             self._connections[connection.socket.fileno()] = connection
             self._poll.register(connection.socket, select.EPOLLIN)
             self._send(connection)
@@ -196,7 +196,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=5.0)
     args = parser.parse_args()
     target = make_target(args.url, args.model, args.prompt_words, args.tokens)
-    loop = ClosedLoop(target, args.concurrency, args.tokens)
+    loop = ClosedLoop(target, args.concurrency)
     try:
         print(json.dumps(measure(loop, args.pid, args.warm_s, args.seconds)))
     finally:
