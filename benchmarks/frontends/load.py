@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 from benchmarks.machine import cpu_seconds, tree
+from isthmus.workload.figures import quantile
 
 END_OF_CHUNKS = b"\r\n0\r\n\r\n"
 NUM_TEXTS = 256
@@ -181,7 +182,7 @@ def measure(loop: ClosedLoop, pid: int, warm_s: float, seconds: float) -> dict[s
 
 
 def percentile(values: Sequence[float], share: int) -> float:
-    return sorted(values)[min(len(values) - 1, share * len(values) // 100)] if values else 0.0
+    return quantile(sorted(values), share / 100) if values else 0.0
 
 
 def main() -> None:
