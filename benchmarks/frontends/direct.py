@@ -6,12 +6,13 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import time
 
 import uvloop
 
-from benchmarks.frontends.load import Times, percentile
+from benchmarks.frontends.load import SILENCE_S, Times, percentile
 from isthmus.common.rpc import create_channel
 from isthmus.protos.convert.instances import info_from_pb
 from isthmus.protos.v1 import instance_pb2, instance_pb2_grpc
@@ -24,9 +25,12 @@ WARM_S = 0.5
 async def measure(address: str, num_tokens: int, seconds: float) -> dict[str, float]:
     async with create_channel(address) as channel:
         stub = instance_pb2_grpc.InstanceServiceStub(channel)
-        info = info_from_pb((await stub.GetInfo(instance_pb2.GetInfoRequest())).info)
+        info = info_from_pb(
+            (await stub.GetInfo(instance_pb2.GetInfoRequest(), timeout=SILENCE_S)).info
+        )
     times, prompt = Times(), list(range(100, 100 + NUM_PROMPT_TOKENS))
-    async with GatewayStub(info) as direct:
+    deadline_s = WARM_S + seconds + SILENCE_S
+    async with asyncio.timeout(deadline_s), GatewayStub(info) as direct:
         begins = time.perf_counter() + WARM_S
         ends = begins + seconds
         while time.perf_counter() < ends:
