@@ -16,7 +16,7 @@ import asyncio
 import json
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass
 
@@ -24,6 +24,7 @@ from benchmarks.cluster import MODEL_NAME, OUT, PAIR, VOCAB, Running, serve
 from benchmarks.export_model import export
 from benchmarks.machine import ForeignCpu, describe, tree
 from benchmarks.scrape import scrape
+from isthmus.controlplane.client import InstanceStatus
 from isthmus.loadgen import Endpoint, Record, Targets, run_calls, summarise
 from isthmus.loadgen.plan import LoadPlan
 from isthmus.loadgen.prompts import PromptMaker
@@ -119,9 +120,9 @@ async def measure(cluster: Running, args: argparse.Namespace) -> tuple[list[Reco
     return records, found
 
 
-def _pid_of(instances: object, role: str) -> int:
-    (found,) = [item for item in instances if item.role.value == role]  # type: ignore[attr-defined]
-    return int(found.pid)
+def _pid_of(instances: Iterable[InstanceStatus], role: str) -> int:
+    (found,) = [item for item in instances if item.role.value == role]
+    return found.pid
 
 
 def show(seen: list[Look]) -> None:
