@@ -59,9 +59,15 @@ def check(config: ClusterConfig) -> ClusterConfig:
     if config.registry.port:
         probe_port(config.registry.host, config.registry.port, "--set registry.port=…")
     port = probe_ports(config.gateway.host, config.gateway.port, config.gateway.replicas)
-    if config.gateway.shared_port:
+    shared_port = config.gateway.shared_port
+    if shared_port:
         option = "--set gateway.shared_port=…"
-        probe_port(config.gateway.host, config.gateway.shared_port, option)
+        if port <= shared_port < port + config.gateway.replicas:
+            raise ConfigError(
+                f"port {shared_port} is a gateway's own already: choose another with {option}",
+                stage="start",
+            )
+        probe_port(config.gateway.host, shared_port, option)
     return config.model_copy(update={"gateway": config.gateway.model_copy(update={"port": port})})
 
 

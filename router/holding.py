@@ -191,7 +191,7 @@ class HoldingQueue:
         self, model: str, now_ns: int, is_spare: Callable[[float], bool]
     ) -> Iterator[HeldQuery]:
         """Who goes first, second, …, as things stand. ``is_spare(work_ms)``: whether so much work
-        may take a worker away from who comes with a target."""
+        may take a worker away from who comes with a target; if it may not, no more may either."""
         line = self._lines.get(model)
         if line is None:
             return
@@ -199,9 +199,14 @@ class HoldingQueue:
         if late_ok and self._goes_first(late_ok[0], line, now_ns, is_spare):
             yield late_ok.pop(0)
         yield from on_time
+        too_much_ms = float("inf")  # thousands may wait here, and none of them be spare
         for held in late_ok:
+            if held.work_ms >= too_much_ms:
+                continue
             if is_spare(held.work_ms):
                 yield held
+            else:
+                too_much_ms = held.work_ms
 
     def has_turn(
         self, request_id: RequestId, now_ns: int, is_spare: Callable[[float], bool]

@@ -39,6 +39,13 @@ def test_port_zero_becomes_a_free_one() -> None:
     assert preflight.probe_port("127.0.0.1", port, "--port") == port
 
 
+def test_a_shared_port_is_none_of_the_gateways_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "probe_ports", lambda *_: 9_000)
+    gateway = {"port": 9_000, "replicas": 2, "shared_port": 9_001}
+    with pytest.raises(ConfigError, match=r"port 9001 is a gateway's own already"):
+        preflight.check(config_of(gateway=gateway))
+
+
 def test_unknown_host_is_one_sentence() -> None:
     with pytest.raises(ConfigError, match=r"cannot listen on no\.such\.host\.invalid"):
         preflight.probe_port("no.such.host.invalid", 1, "--port")

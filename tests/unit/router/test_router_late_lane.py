@@ -127,3 +127,19 @@ def test_a_long_prompt_is_not_taken_for_the_work_of_many_instances() -> None:
     for _ in range(30):
         pool.started(0.1 * SPEED_MEMORY_MS, 0)
     assert pool.speed(0) == pytest.approx(4)
+
+
+def test_a_long_lane_of_which_nothing_is_spare_is_asked_about_once() -> None:
+    queue = HoldingQueue(TenantShares(None), ageing_ms=1_000, max_held=1_000)
+    for number in range(500):
+        queue.enter(make_query(name=str(number)), 100.0 + number % 7, None, 0, None)
+    asked: list[float] = []
+
+    def is_spare(work_ms: float) -> bool:
+        asked.append(work_ms)
+        return work_ms < 100.5
+
+    found = list(queue.in_order("m", 0, is_spare))
+    assert len(found) == sum(not number % 7 for number in range(500))
+    refused = [work_ms for work_ms in asked if work_ms >= 100.5]
+    assert len(refused) <= 7
