@@ -20,6 +20,7 @@ from isthmus.common.ids import InstanceId, TransferId
 from isthmus.common.logging import get_logger
 from isthmus.common.prefill import PrefillFailed, PrefillUpdate
 from isthmus.common.rpc import create_channel, error_from_rpc
+from isthmus.common.tasks import tell_if_broken
 from isthmus.common.transfer import TransferTicket
 from isthmus.common.types import InstanceRef, Request
 from isthmus.kvtransfer.manager import TransferManager
@@ -115,6 +116,7 @@ class PrefillClient:
         task = asyncio.create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(tell_if_broken(log, f"{name} broke"))
 
     async def ensure_handshake(self, ref: InstanceRef) -> None:
         """Returns when this very epoch is known to the transfers. Raises HandshakeError,

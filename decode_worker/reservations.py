@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from isthmus.common.errors import IsthmusError, OutOfBlocksError
 from isthmus.common.ids import RequestId
 from isthmus.common.logging import get_logger
+from isthmus.common.tasks import tell_if_broken
 from isthmus.common.types import InstanceRef, Request
 from isthmus.decode_worker.prefill_client import AbortReply, PrefillClient, lost
 from isthmus.decode_worker.prefix_give import PrefixGive
@@ -134,6 +135,7 @@ class Reservations:
         )
         self._settling.add(settling)
         settling.add_done_callback(self._settling.discard)
+        settling.add_done_callback(tell_if_broken(log, "blocks of a request rest for ever"))
 
     async def _settle(
         self,

@@ -20,6 +20,7 @@ from isthmus.common.errors import InstanceLostError, InternalError, IsthmusError
 from isthmus.common.ids import InstanceId, RequestId
 from isthmus.common.logging import RateLimitedLog, get_logger
 from isthmus.common.rpc import create_channel, error_from_rpc
+from isthmus.common.tasks import tell_if_broken
 from isthmus.common.timeline import Timeline
 from isthmus.common.types import (
     FinishReason,
@@ -44,6 +45,8 @@ from isthmus.protos.v1 import decode_pb2_grpc
 FIRST_BACKOFF_S = 0.1
 LAST_BACKOFF_S = 1.0
 CONNECT_S = 10.0  # until who is there but says nothing is taken for out of reach
+
+_log = get_logger("decode_client")
 
 
 class GenerationEnd:
@@ -154,6 +157,7 @@ class DecodeClient:
         task = asyncio.get_running_loop().create_task(stream.close())
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
+        task.add_done_callback(tell_if_broken(_log, "a stream could not be closed"))
 
 
 class _Stream:
@@ -167,9 +171,9 @@ class _Stream:
         self._sinks: dict[str, GenerationSink] = {}
         self._outgoing: asyncio.Queue[pb.GenerateRequest] = asyncio.Queue()
         self._last_message_ns = clock.monotonic_ns()
-        self._log = get_logger("decode_client")
-        self._limited_log = RateLimitedLog(self._log)
+        self._limited_log = RateLimitedLog(_log)
         self._task = asyncio.get_running_loop().create_task(self._run())
+        self._task.add_done_callback(tell_if_broken(_log, "a decode stream stopped for good"))
 
     @property
     def num_requests(self) -> int:
@@ -289,7 +293,7 @@ class _Stream:
             else:
                 sink.on_failed(error_from_pb(message.error), message.failed_instance)
         except Exception as error:  # noqa: BLE001 (one request's fault must not end the others)
-            self._log.exception("request failed in the gateway", request_id=message.request_id)
+            _log.exception("request failed in the gateway", request_id=message.request_id)
             self._sinks.pop(message.request_id, None)
             abort = pb.Abort(request_id=message.request_id, reason="gateway fault")
             self._outgoing.put_nowait(pb.GenerateRequest(abort=abort))

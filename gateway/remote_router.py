@@ -34,6 +34,7 @@ from isthmus.common.ids import DecisionId, InstanceId, RequestId
 from isthmus.common.logging import RateLimitedLog, get_logger
 from isthmus.common.registry import Registry, leader_key, resume_watch
 from isthmus.common.registry.routers import ROUTER, RouterRecord
+from isthmus.common.tasks import tell_if_broken
 from isthmus.common.types import RouteDecision
 from isthmus.gateway.decider import Asker
 from isthmus.gateway.router_link import RouterLink
@@ -95,6 +96,7 @@ class RemoteDecider:
         self._follower = asyncio.get_running_loop().create_task(
             self._follow(), name="follow-router"
         )
+        self._follower.add_done_callback(tell_if_broken(_log, "no leader is followed any more"))
 
     async def close(self) -> None:
         if self._follower is not None:
@@ -155,7 +157,7 @@ class RemoteDecider:
             return
         self._questions[question.query.request_id] = question
         question.task = asyncio.get_running_loop().create_task(self._hear(question, link))
-        question.task.add_done_callback(_tell_if_broken)
+        question.task.add_done_callback(tell_if_broken(_log, "a decision could not be taken in"))
 
     async def _hear(self, question: _Question, link: RouterLink) -> None:
         try:
@@ -254,8 +256,4 @@ class RemoteDecider:
         task = asyncio.get_running_loop().create_task(link.close())
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
-
-
-def _tell_if_broken(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and (error := task.exception()) is not None:
-        _log.error("a decision could not be taken in", exc_info=error)
+        task.add_done_callback(tell_if_broken(_log, "a link to a router could not be closed"))

@@ -15,6 +15,7 @@ from isthmus.common.errors import InstanceLostError
 from isthmus.common.logging import get_logger
 from isthmus.common.registry.routers import RouterRecord
 from isthmus.common.rpc import create_channel, error_from_rpc
+from isthmus.common.tasks import tell_if_broken
 from isthmus.common.types import RouteDecision
 from isthmus.gateway.pulse import Pulse
 from isthmus.protos.convert.decisions import decision_from_pb
@@ -49,7 +50,7 @@ class RouterLink:
             loop.create_task(self._pulse.run(), name="router-pulse"),
         ]
         for task in self._tasks:
-            task.add_done_callback(_tell_if_broken)
+            task.add_done_callback(tell_if_broken(_log, "the link to a router broke"))
 
     @property
     def is_silent(self) -> bool:
@@ -124,9 +125,3 @@ class RouterLink:
                     self._next = await self._outcomes.get()
                 await call.write(self._next)
                 self._next = None
-
-
-def _tell_if_broken(task: asyncio.Task[None]) -> None:
-    """They end only when closed; anything else is a bug that must not stay silent."""
-    if not task.cancelled() and (error := task.exception()) is not None:
-        _log.error("the link to a router broke", exc_info=error)

@@ -27,6 +27,8 @@ from typing import TypeVar
 
 from isthmus.common.clock import Clock
 from isthmus.common.errors import IsthmusError
+from isthmus.common.logging import get_logger
+from isthmus.common.tasks import tell_if_broken
 from isthmus.kvtransfer.interface import Connector, MemoryRegion, PeerName, Reached, Reaching
 from isthmus.kvtransfer.lane import Lane, hopeless, may_go
 from isthmus.kvtransfer.link import LinkEstimate
@@ -41,6 +43,8 @@ _LONGEST_PAUSE_S = 0.004
 LONGEST_PAUSE_COMPUTING_S = 0.02
 
 T = TypeVar("T")
+
+_log = get_logger("kvtransfer")
 
 
 class ConnectorDriver:
@@ -124,6 +128,7 @@ class ConnectorDriver:
     async def remove_peer(self, peer: PeerName, timeout_s: float) -> None:
         """Comes back after ``timeout_s`` at the latest: the connector then does it when it can."""
         removal = asyncio.wrap_future(self._call(lambda: self._remove_peer(peer)))
+        removal.add_done_callback(tell_if_broken(_log, "a connector did not drop a peer"))
         await asyncio.wait([removal], timeout=timeout_s)
 
     async def close(self, timeout_s: float) -> bool:

@@ -20,6 +20,8 @@ from isthmus.kvtransfer.send_session import SendSession
 
 _LET_GO_S = 30.0  # for writes to end whose peer the connector has been told to drop
 
+_log = get_logger("kvtransfer")
+
 
 class Severing:
     """Belongs to the manager, whose ``sends`` it looks at; lives on its event loop."""
@@ -38,7 +40,7 @@ class Severing:
         self._on_change = on_change
         self._on_broken = on_broken
         self._tasks: dict[InstanceRef, asyncio.Task[None]] = {}
-        self._log = RateLimitedLog(get_logger("kvtransfer"))
+        self._log = RateLimitedLog(_log)
 
     def deadlines(self) -> list[int]:
         """When to call ``sever_due`` (monotonic)."""
@@ -66,10 +68,15 @@ class Severing:
         self._log.warning("sever", "writes do not end", peer=peer.instance_id)
         task = asyncio.create_task(self._end_writes(peer), name=f"sever {peer.instance_id}")
         self._tasks[peer] = task
-        task.add_done_callback(lambda _: self._severed(peer))
+        task.add_done_callback(lambda ended: self._severed(peer, ended))
 
-    def _severed(self, peer: InstanceRef) -> None:
+    def _severed(self, peer: InstanceRef, task: asyncio.Task[None]) -> None:
         del self._tasks[peer]
+        if not task.cancelled() and (error := task.exception()) is not None:
+            name = peer.instance_id
+            _log.error("a peer could not be dropped", peer=name, exc_info=error)
+            text = f"{name} could not be dropped: {error!r}"
+            self._on_broken(TransferError(text, stage="transfer", instance_id=name))
         self._on_change()  # what else has ended meanwhile has a deadline, too
 
     async def _end_writes(self, peer: InstanceRef) -> None:

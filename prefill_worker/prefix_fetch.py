@@ -26,6 +26,7 @@ from isthmus.common.ids import RequestId, new_transfer_id
 from isthmus.common.kv_layout import KvLayout
 from isthmus.common.logging import get_logger
 from isthmus.common.state_machine import Transitions
+from isthmus.common.tasks import tell_if_broken
 from isthmus.common.transfer import TransferTicket
 from isthmus.common.types import Request
 from isthmus.engine.types import Reservation
@@ -206,6 +207,7 @@ class PrefixFetches:
         )
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(tell_if_broken(log, "blocks of a given up fetch rest for ever"))
 
     async def _settle(self, request_id: RequestId, session: ReceiveSession) -> None:
         """Until the sender has said that it is quiet, or its last possible write is long past."""

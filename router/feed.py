@@ -31,6 +31,7 @@ from isthmus.common.ids import InstanceId
 from isthmus.common.logging import RateLimitedLog, get_logger
 from isthmus.common.registry import Registry, WatchEvent, instances_prefix, resume_watch
 from isthmus.common.rpc import create_channel
+from isthmus.common.tasks import tell_if_broken
 from isthmus.protos.convert.instances import info_from_pb, load_from_pb
 from isthmus.protos.convert.kv_events import kv_batch_from_pb
 from isthmus.protos.v1 import common_pb2, instance_pb2, instance_pb2_grpc
@@ -76,7 +77,7 @@ class ClusterFeed:
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._run(), name="cluster-feed")
-        self._task.add_done_callback(_tell_if_broken)
+        self._task.add_done_callback(tell_if_broken(log, "the feed broke, the view is frozen"))
 
     async def wait_listed(self, timeout_s: float) -> bool:
         """True once the registry has been read; False when it was not within the time.
@@ -207,12 +208,6 @@ class ClusterFeed:
                 if result in (ApplyResult.GAP, ApplyResult.AWAITING):
                     break
         return result
-
-
-def _tell_if_broken(task: asyncio.Task[None]) -> None:
-    """A feed ends only when closed; anything else is a bug that must not stay silent."""
-    if not task.cancelled() and (error := task.exception()) is not None:
-        log.error("the feed broke, the view is frozen", exc_info=error)
 
 
 @asynccontextmanager

@@ -19,6 +19,7 @@ from isthmus.common.errors import IsthmusError
 from isthmus.common.ids import InstanceId
 from isthmus.common.logging import get_logger
 from isthmus.common.registry import Registry, instances_prefix
+from isthmus.common.tasks import tell_if_broken
 
 _LOOKS_IN_GRACE = 4
 
@@ -58,6 +59,7 @@ class PeerWatch:
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._run(), name="peer-watch")
+        self._task.add_done_callback(tell_if_broken(log, "nobody looks after peers any more"))
 
     async def _run(self) -> None:
         while True:

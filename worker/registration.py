@@ -8,19 +8,17 @@ newer epoch of this instance exists: then this process is a leftover and must no
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import Callable
 from contextlib import suppress
 
 from isthmus.common.backoff import Backoff
 from isthmus.common.cluster import InstanceInfo
-from isthmus.common.errors import InstanceLostError, IsthmusError, StaleEpochError
+from isthmus.common.errors import InstanceLostError, IsthmusError
 from isthmus.common.logging import RateLimitedLog, get_logger
-from isthmus.common.registry import Entry, Registry, epoch_key, instance_key
+from isthmus.common.registry import Entry, KeptLease, Registry, epoch_key, instance_key
+from isthmus.common.tasks import tell_if_broken
 from isthmus.protos.convert.instances import info_to_pb
 from isthmus.worker.wakeup import wait_for_event
-
-_CLOSE_TIMEOUT_S = 1.0
 
 log = get_logger("registration")
 
@@ -65,9 +63,9 @@ class Registration:
         self._cluster = cluster
         self._key = instance_key(cluster, info.instance_id)
         self._wanted = info
-        self._written: InstanceInfo | None = None
+        self._record = _record_of(info)
         self._lease_ms = lease_ms
-        self._lease_id: int | None = None
+        self._lease = KeptLease(registry, lease_ms)
         self._on_superseded = on_superseded
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -80,14 +78,15 @@ class Registration:
     @property
     def is_current(self) -> bool:
         """True while the registry is known to hold what was last asked for."""
-        return self._written == self._wanted
+        return self._lease.has_written(self._key, self._record)
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._run(), name="registration")
+        self._task.add_done_callback(tell_if_broken(log, "the registration broke"))
 
     def update(self, info: InstanceInfo) -> None:
         """Publishes a new record as soon as the registry can be reached."""
-        self._wanted = info
+        self._wanted, self._record = info, _record_of(info)
         self._changed.set()
 
     async def _run(self) -> None:
@@ -96,35 +95,17 @@ class Registration:
             try:
                 await self._sync()
                 backoff.reset()
-                # A third of the lease leaves two more tries; jitter keeps a fleet out of step.
-                wait_s = self._lease_ms / 3000 * random.uniform(0.8, 1.0)
+                wait_s = self._lease.beat_s()
             except IsthmusError as error:
                 self._warnings.warning("sync", "registry out of reach", problem=error.message)
                 wait_s = backoff.next_s()
             await wait_for_event(self._changed, wait_s)
 
     async def _sync(self) -> None:
-        if self._lease_id is not None and not await self._registry.keep_alive(self._lease_id):
-            log.warning("lease lost, registering again")
-            self._lease_id = None
-        if self._lease_id is None:
-            self._written = None
-            if not await self._is_newest():
-                self._on_superseded()
-                return
-            self._lease_id = await self._registry.grant_lease(self._lease_ms)
-        if not self.is_current:
-            await self._write(self._wanted)
-
-    async def _write(self, info: InstanceInfo) -> None:
-        try:
-            await self._registry.put(
-                self._key, info_to_pb(info).SerializeToString(), self._lease_id or 0
-            )
-        except StaleEpochError:  # the lease ended between two calls
-            self._lease_id = None
-            raise
-        self._written = info
+        if not await self._lease.keep() and not await self._is_newest():
+            self._on_superseded()
+            return
+        await self._lease.write(self._key, self._record)
 
     async def _is_newest(self) -> bool:
         """False when a newer epoch was given out. A registry that forgot ours is reminded."""
@@ -140,13 +121,13 @@ class Registration:
         return True
 
     async def close(self) -> None:
-        """Removes the record. Waits a second at most: a lease ends by itself as well."""
+        """Removes the record, as far as the registry can be reached."""
         if self._task is not None:
             self._task.cancel()
             with suppress(asyncio.CancelledError):
                 await self._task
-        if self._lease_id is not None:
-            with suppress(IsthmusError, TimeoutError):
-                async with asyncio.timeout(_CLOSE_TIMEOUT_S):
-                    await self._registry.revoke_lease(self._lease_id)
-            self._lease_id = None
+        await self._lease.give_back()
+
+
+def _record_of(info: InstanceInfo) -> bytes:
+    return info_to_pb(info).SerializeToString()

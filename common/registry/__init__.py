@@ -17,6 +17,7 @@ from isthmus.common.registry.base import (
     routers_prefix,
 )
 from isthmus.common.registry.election import Candidate
+from isthmus.common.registry.lease import KeptLease
 from isthmus.common.registry.memory import MemoryRegistry
 from isthmus.common.registry.resume import resume_watch
 
@@ -24,6 +25,7 @@ __all__ = [
     "Candidate",
     "Changes",
     "Entry",
+    "KeptLease",
     "Listing",
     "MemoryRegistry",
     "Registry",

@@ -23,11 +23,11 @@ from isthmus.common.backoff import Backoff
 from isthmus.common.errors import IsthmusError
 from isthmus.common.logging import get_logger
 from isthmus.common.registry.base import Registry
+from isthmus.common.registry.lease import KeptLease
 from isthmus.common.registry.resume import resume_watch
 from isthmus.common.state_machine import Transitions
 
 LEASE_MS = 1_000
-_NO_LEASE = 0
 _log = get_logger("election")
 
 
@@ -65,10 +65,9 @@ class Candidate:
         self._registry = registry
         self._key = key
         self._value = value
-        self._lease_ms = lease_ms
         self._presence_key = presence_key
         self._on_change = on_change
-        self._lease_id = _NO_LEASE
+        self._lease = KeptLease(registry, lease_ms)
         self._holder: bytes | None = None
         self._revision = 0  # of what is known of the key; older news change nothing
         self._news = asyncio.Event()
@@ -86,10 +85,7 @@ class Candidate:
 
     async def resign(self) -> None:
         """Gives the key back, if it can be reached. Call when ``run`` has been cancelled."""
-        lease_id, self._lease_id = self._lease_id, _NO_LEASE
-        if lease_id:
-            with suppress(IsthmusError):
-                await self._registry.revoke_lease(lease_id)
+        await self._lease.give_back()
         self._set_leading(False)
 
     async def _watch(self) -> None:
@@ -113,25 +109,22 @@ class Candidate:
                     await self._take()
                 self._set_leading(self._holder == self._value)
             with suppress(TimeoutError):
-                async with asyncio.timeout(self._lease_ms / 3000):
+                async with asyncio.timeout(self._lease.beat_s()):
                     await self._news.wait()
             self._news.clear()
 
     async def _keep_or_renew(self) -> None:
-        if self._lease_id and await self._registry.keep_alive(self._lease_id):
-            return
-        if self._holder == self._value:  # it went with the lease
-            self._holder = None
-        self._set_leading(False)
-        self._lease_id = _NO_LEASE
-        lease_id = await self._registry.grant_lease(self._lease_ms)
+        if not await self._lease.keep():
+            if self._holder == self._value:  # it went with the lease
+                self._holder = None
+            self._set_leading(False)
         if self._presence_key:
-            await self._registry.put(self._presence_key, self._value, lease_id)
-        self._lease_id = lease_id
+            await self._lease.write(self._presence_key, self._value)
 
     async def _take(self) -> None:
         """The swap is the judge, whatever the watch has told so far."""
-        if await self._registry.compare_and_swap(self._key, 0, self._value, self._lease_id):
+        lease_id = await self._lease.held()
+        if await self._registry.compare_and_swap(self._key, 0, self._value, lease_id):
             self._holder = self._value
             self._set_leading(True)
             for entry in await self._registry.get(self._key):

@@ -188,9 +188,12 @@ class Incoming:
         self._numbers = itertools.count()
         self._landings: deque[tuple[int, Landing]] = deque()  # by header, oldest first
         self._silent_until_s = time.monotonic() + GREETING_S
+        self._has_ended = False  # nothing that comes later counts
 
     def advance(self) -> bool:
         """Whether anything has happened."""
+        if self._has_ended:
+            return False
         try:
             has_moved = self._read()
             while self._landings and self._landings[0][1].has_landed():
@@ -199,11 +202,16 @@ class Incoming:
         except (LineError, msgspec.DecodeError, ValueError) as error:
             if self._line.is_alive or self._landings:  # else its writer has ended, in order
                 _log.warning("a link for KV broke", writer=self.writer, problem=str(error))
-            self._line.close()
+            self._end()
             return False
         if self.writer is None and time.monotonic() > self._silent_until_s:
-            self._line.close()
+            self._end()
         return has_moved
+
+    def _end(self) -> None:
+        self._has_ended = True
+        self._landings.clear()
+        self._line.close()
 
     def _read(self) -> bool:
         has_moved = False

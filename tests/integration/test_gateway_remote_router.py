@@ -509,7 +509,7 @@ async def test_who_is_forgotten_by_the_registry_shows_itself_again(
     presence = Presence(registry, "/here", b"me", lease_ms=300)
     presence.start()
     await poll_until(lambda: len(registry._list("/here")) == 1, timeout_s=20)
-    await registry.revoke_lease(presence._lease_id)
+    await registry.revoke_lease(await presence._lease.held())
     assert not registry._list("/here")
     await poll_until(lambda: len(registry._list("/here")) == 1, timeout_s=20)
     await presence.close()

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
+from structlog.testing import capture_logs
 
 from isthmus.common.errors import InstanceLostError, TransferError
 from isthmus.kvtransfer.connectors.fake import FakeConnector
@@ -139,3 +140,34 @@ async def test_a_connector_that_hangs_in_a_call_is_told_of(
                 await receive.wait_complete()
             assert told
             may_go_on.set()
+
+
+async def test_a_peer_that_cannot_be_dropped_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def breaks(*_: object) -> None:
+        raise RuntimeError("no such peer")
+
+    async with running_pair("0:hang") as pair:
+        told: list[BaseException] = []
+        pair.prefill.manager._on_failed = told.append
+        await hung_send(pair)
+        with monkeypatch.context() as patch:
+            patch.setattr(pair.prefill.manager._severing, "_forget", breaks)
+            pair.clock.advance_ms(600_100)
+            pair.prefill.manager.expire_due()
+            await poll_until(lambda: bool(told))
+        assert "decode-0 could not be dropped: RuntimeError('no such peer')" in str(told[0])
+
+
+async def test_a_connector_that_fails_to_drop_a_peer_is_told_of(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def breaks(connector: FakeConnector, peer: PeerName) -> None:
+        raise RuntimeError("no such peer")
+
+    async with running_pair() as pair:
+        with capture_logs() as logs, monkeypatch.context() as patch:
+            patch.setattr(FakeConnector, "remove_peer", breaks)
+            await pair.prefill.manager.forget(pair.decode.ref.instance_id)
+            await poll_until(lambda: bool(logs))
+        assert [entry["event"] for entry in logs] == ["a connector did not drop a peer"]
+        assert not pair.prefill.manager.knows(pair.decode.ref)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 import pytest
+from structlog.testing import capture_logs
 
 from isthmus.common.errors import TransferError
 from isthmus.kvtransfer.connectors import ucx_link
@@ -182,3 +183,34 @@ def test_whoever_does_not_say_who_it_is_goes_again(monkeypatch: pytest.MonkeyPat
     line = Line()
     Incoming(line, Inbox(NUM_BYTES, TOKEN)).advance()
     assert not line.is_alive
+
+
+class Chatty(Line):
+    """Messages that had come when it was closed can still be taken; then it fails."""
+
+    def take(self) -> list[bytes]:
+        return [self.inbox.popleft()] if self.inbox else super().take()
+
+
+def test_nothing_counts_that_comes_after_what_ended_the_link() -> None:
+    inbox, line = Inbox(NUM_BYTES, TOKEN), Chatty()
+    incoming = Incoming(line, inbox)
+    join = msgspec.msgpack.encode(ucx_link._Join("writer", TOKEN, 1))
+    line.inbox += [join, b"\xc1", msgspec.msgpack.encode(ucx_link._Note(b"note"))]
+    assert incoming.advance()
+    assert not incoming.advance()
+    assert not line.is_alive
+    assert not incoming.advance()
+    assert inbox.arrived == []
+
+
+def test_a_link_that_broke_under_a_write_is_warned_of_once() -> None:
+    ends = Ends()
+    ends.landing.landing.is_over = False
+    ends.outgoing.post(COPIES, b"note")
+    ends.drive()
+    ends.landing.is_alive = False
+    with capture_logs() as logs:
+        for _ in range(3):
+            assert not ends.incoming.advance()
+    assert [entry["event"] for entry in logs] == ["a link for KV broke"]
