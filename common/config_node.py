@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+from typing import Annotated
+
+from pydantic import AfterValidator, BaseModel, ConfigDict
+
+from isthmus.common.addresses import without_brackets
+
+Host = Annotated[str, AfterValidator(without_brackets)]
+"""Of an IPv6 address the brackets may be written, and are left out."""
 
 
 class Node(BaseModel):

@@ -13,6 +13,7 @@ import grpc
 import grpc.aio
 import msgspec
 
+from isthmus.common.addresses import join_address
 from isthmus.common.errors import (
     CancelledError,
     DeadlineError,
@@ -59,14 +60,15 @@ def create_server() -> grpc.aio.Server:
 
 
 async def bind(server: grpc.aio.Server, host: str, port: int) -> str:
-    """Binds and returns ``host:port``; raises InternalError when the port is taken."""
+    """Binds and returns the address; raises InternalError when the port is taken."""
+    wanted = join_address(host, port)
     try:
-        bound = server.add_insecure_port(f"{host}:{port}")
+        bound = server.add_insecure_port(wanted)
     except RuntimeError as error:
-        raise InternalError(f"cannot listen on {host}:{port}: {error}", stage="start") from error
+        raise InternalError(f"cannot listen on {wanted}: {error}", stage="start") from error
     if bound == 0:
-        raise InternalError(f"cannot listen on {host}:{port}", stage="start")
-    return f"{host}:{bound}"
+        raise InternalError(f"cannot listen on {wanted}", stage="start")
+    return join_address(host, bound)
 
 
 async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: IsthmusError) -> NoReturn:

@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 
+from isthmus.common.addresses import join_address
 from isthmus.common.clock import Clock
 from isthmus.common.config import ClusterConfig
 from isthmus.common.registry import Registry, leader_key, routers_prefix
@@ -26,11 +27,11 @@ Spawn = Callable[[Coroutine[Any, Any, None], str], None]
 
 def gateway_addresses(config: ClusterConfig) -> list[str]:
     """host:port of each gateway, as a client of this machine reaches it."""
-    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "": "127.0.0.1"}.get(  # noqa: S104
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(  # noqa: S104
         config.gateway.host, config.gateway.host
     )
     first = config.gateway.port
-    return [f"{host}:{first + index}" for index in range(config.gateway.replicas)]
+    return [join_address(host, first + index) for index in range(config.gateway.replicas)]
 
 
 def process_names(what: str, count: int) -> list[str]:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import psutil
 
+from isthmus.common.addresses import join_address
 from isthmus.common.cluster import Role
 from isthmus.common.config import ClusterConfig, ModelConfig, PoolConfig
 from isthmus.common.errors import ConfigError
@@ -212,7 +213,7 @@ def _explain_bind(host: str, port: int, option: str, error: OSError) -> str:
         return f"port {port} on {host} is in use{_owner(port)}; choose another with {option}"
     if error.errno == errno.EACCES:
         return f"port {port} needs more rights than this user has; choose another with {option}"
-    return f"cannot listen on {host}:{port}: {os.strerror(error.errno or 0)}"
+    return f"cannot listen on {join_address(host, port)}: {os.strerror(error.errno or 0)}"
 
 
 def _owner(port: int) -> str:

@@ -15,6 +15,7 @@ from enum import Enum
 
 import grpc.aio
 
+from isthmus.common.addresses import split_address
 from isthmus.common.errors import HandshakeError, InstanceLostError, IsthmusError, StaleEpochError
 from isthmus.common.ids import InstanceId, TransferId
 from isthmus.common.logging import get_logger
@@ -214,10 +215,10 @@ class PrefillClient:
         address, or somebody of another epoch does. A process that is only stopped still listens,
         and that a newer epoch exists proves nothing: it may have been started beside a stopped one.
         """
-        host, _, port = ref.address.rpartition(":")
+        host, port = split_address(ref.address)
         try:
             async with asyncio.timeout(_PROBE_TIMEOUT_S):
-                _, writer = await asyncio.open_connection(host, int(port))
+                _, writer = await asyncio.open_connection(host, port)
                 writer.close()
         except ConnectionRefusedError:
             return True

@@ -14,7 +14,6 @@ row's sum would depend on where in the batch it lies. NCCL's is used on GPUs all
 from __future__ import annotations
 
 import re
-import socket
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol, cast
@@ -28,6 +27,7 @@ from torch._C._distributed_c10d import (
     Work,
 )
 
+from isthmus.common.addresses import listen_on
 from isthmus.common.errors import InstanceLostError
 
 LEADER = 0
@@ -178,7 +178,7 @@ class NcclGroup(TorchGroup):
 
 def serve_store(host: str, size: int, timeout_s: float) -> TCPStore:
     """Where ranks find each other; listens on ``host`` alone, on a free port (``store.port``)."""
-    listener = socket.create_server((host, 0))
+    listener = listen_on(host)
     port = listener.getsockname()[1]
     return TCPStore(
         host,

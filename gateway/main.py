@@ -22,6 +22,7 @@ from pathlib import Path
 import uvloop
 from pydantic import ValidationError
 
+from isthmus.common.addresses import join_address
 from isthmus.common.clock import SystemClock
 from isthmus.common.config import ClusterConfig
 from isthmus.common.errors import ConfigError, IsthmusError
@@ -78,7 +79,9 @@ async def serve(
         gc.freeze()  # vocabulary and application are permanent: no collection walks over them
         _handle_signals(server)
         host, port = listeners[0].getsockname()[:2]
-        get_logger("gateway").info("gateway listening", address=f"{host}:{port}", model=model.name)
+        get_logger("gateway").info(
+            "gateway listening", address=join_address(host, port), model=model.name
+        )
         state = routing.router.state
         state.on_change = lambda: gateway.decode_client.follow(gateway.router.decode_refs())
         stack.push_async_callback(routing.close)

@@ -13,6 +13,7 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from isthmus.common.addresses import family_of, join_address
 from isthmus.common.config import GatewayConfig
 from isthmus.common.errors import ConfigError
 from isthmus.common.logging import RateLimitedLog, get_logger
@@ -28,7 +29,11 @@ def bind_socket(host: str, port: int, unread_ms: int, *, is_shared: bool = False
     among them.
 
     Raises ConfigError with one clear sentence when the address cannot be had."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    key = "gateway.shared_port" if is_shared else "gateway.port"
+    try:
+        family = family_of(host)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host}: {error.strerror}", stage="start") from error
     # asyncio turns Nagle's algorithm off only where the protocol is named; accepted sockets inherit
     # both. A token must not wait for the acknowledgement of the one before it.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
@@ -45,8 +50,8 @@ def bind_socket(host: str, port: int, unread_ms: int, *, is_shared: bool = False
         listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
-        key = "gateway.shared_port" if is_shared else "gateway.port"
-        message = f"cannot listen on {host}:{port}: {error.strerror}; choose another {key}"
+        address = join_address(host, port)
+        message = f"cannot listen on {address}: {error.strerror}; choose another {key}"
         raise ConfigError(message, stage="start") from error
     listener.setblocking(False)
     return listener

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from prometheus_client import CollectorRegistry, Gauge, ProcessCollector, start_http_server
 
 from isthmus.common import metrics
+from isthmus.common.addresses import join_address
 from isthmus.common.cluster import InstanceState, Role
 from isthmus.common.ids import InstanceId
 from isthmus.common.types import InstanceRef
@@ -205,7 +206,7 @@ class MetricsServer:
         server, thread = start_http_server(0, addr=host, registry=registry)
         self._server = server
         self._thread = thread
-        self.address = f"{host}:{server.server_port}"
+        self.address = join_address(host, server.server_port)
 
     def close(self) -> None:
         self._server.shutdown()

@@ -18,10 +18,10 @@ import hmac
 import os
 import secrets
 import select
-import socket
 import threading
 from typing import Any
 
+from isthmus.common.addresses import listen_on
 from isthmus.common.clock import Clock
 from isthmus.common.errors import InstanceLostError, InternalError, IsthmusError
 from isthmus.common.logging import get_logger
@@ -59,7 +59,7 @@ class Ranks:
         self._engine = args.config.pool(args.role).engine
         self._start_s = args.config.lifecycle.ready_timeout_ms / 1000
         self._token = secrets.token_hex(_TOKEN_BYTES)
-        self._listener = socket.create_server((args.config.host, 0))
+        self._listener = listen_on(args.config.host)
         self._links: dict[int, RankLink] = {}
         self._transfer_links: dict[int, RankLink] = {}
         self._pids: dict[int, int] = {LEADER: os.getpid()}

@@ -9,7 +9,7 @@ from isthmus.common.config.engine import ModelConfig, PoolConfig
 from isthmus.common.config.processes import LifecycleConfig, LoggingConfig, RegistryConfig
 from isthmus.common.config.serving import GatewayConfig, RouterConfig
 from isthmus.common.config.transfer import TransferConfig
-from isthmus.common.config_node import Node
+from isthmus.common.config_node import Host, Node
 from isthmus.common.kv_layout import QUANTISED, can_feed
 from isthmus.common.slo import LabelName, SloConfig, TenantConfig, hash_key
 
@@ -36,7 +36,7 @@ class ClusterConfig(Node):
     registry: RegistryConfig = RegistryConfig()
     lifecycle: LifecycleConfig = LifecycleConfig()
     logging: LoggingConfig = LoggingConfig()
-    host: str = Field("127.0.0.1", description="address on which workers listen")
+    host: Host = Field("127.0.0.1", description="address on which workers listen")
     zone: str = Field(
         "",
         max_length=63,

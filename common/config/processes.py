@@ -6,11 +6,11 @@ from typing import Literal
 
 from pydantic import Field
 
-from isthmus.common.config_node import Node
+from isthmus.common.config_node import Host, Node
 
 
 class RegistryConfig(Node):
-    host: str = Field("127.0.0.1", description="address on which the registry listens")
+    host: Host = Field("127.0.0.1", description="address on which the registry listens")
     port: int = Field(0, ge=0, le=65_535, description="0 = any free port")
     lease_ms: int = Field(
         5_000, ge=100, description="an instance that was silent for this long is gone"

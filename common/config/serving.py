@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from isthmus.common.config_node import Node
+from isthmus.common.config_node import Host, Node
 
 
 class RouterConfig(Node):
@@ -69,7 +69,7 @@ class RouterConfig(Node):
 
 
 class GatewayConfig(Node):
-    host: str = Field("127.0.0.1", description="address on which the gateway listens")
+    host: Host = Field("127.0.0.1", description="address on which the gateway listens")
     port: int = Field(
         8000,
         ge=0,

@@ -27,6 +27,7 @@ from functools import partial
 
 import msgspec
 
+from isthmus.common.addresses import listen_on
 from isthmus.common.errors import HandshakeError, TransferError
 from isthmus.kvtransfer.connectors.collective_links import (
     Incoming,
@@ -36,7 +37,6 @@ from isthmus.kvtransfer.connectors.collective_links import (
     serve_store,
 )
 from isthmus.kvtransfer.connectors.collective_memory import memory_of
-from isthmus.kvtransfer.connectors.host import listen_on
 from isthmus.kvtransfer.connectors.local import check_bounds
 from isthmus.kvtransfer.copies import Copies
 from isthmus.kvtransfer.interface import (

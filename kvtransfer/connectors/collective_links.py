@@ -24,11 +24,11 @@ import numpy as np
 import torch
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, TCPStore, Work
 
+from isthmus.common.addresses import listen_on
 from isthmus.common.logging import get_logger
 from isthmus.kvtransfer.connectors.collective_memory import Memory
 from isthmus.kvtransfer.connectors.frames import FrameReader, frame
 from isthmus.kvtransfer.connectors.headers import rows_from_wire, rows_to_wire
-from isthmus.kvtransfer.connectors.host import listen_on
 from isthmus.kvtransfer.copies import Copies, Rows
 from isthmus.kvtransfer.interface import PeerName, WriteState
 

@@ -1,10 +1,8 @@
-"""This machine as its peers see it: where they reach it, and names that differ where two processes
-cannot share memory."""
+"""Names of this machine that differ where two processes cannot share memory."""
 
 from __future__ import annotations
 
 import os
-import socket
 import uuid
 from pathlib import Path
 
@@ -18,12 +16,6 @@ def host_id() -> str:
         return _BOOT_ID.read_text().strip()
     except OSError:
         return f"{uuid.getnode():012x}"
-
-
-def listen_on(host: str, backlog: int | None = None) -> socket.socket:
-    """On a free port of one address of this machine, be it IPv4 or IPv6. Raises OSError."""
-    family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
-    return socket.create_server((host, 0), family=family, backlog=backlog)
 
 
 def sharing_domain() -> str:

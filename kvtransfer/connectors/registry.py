@@ -6,6 +6,7 @@ import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from isthmus.common.addresses import split_address
 from isthmus.common.config import AUTO_CONNECTORS, UCX_CONNECTORS, ConnectorName, TransferConfig
 from isthmus.common.errors import TransferError
 from isthmus.common.logging import get_logger
@@ -40,7 +41,7 @@ def create_connectors(
     that is named cannot run here or none can.
     """
     agent_name = f"{me.instance_id}@{me.epoch}" + (f"/{tp_rank}" if tp_rank else "")
-    here = Circumstances(agent_name, region, block_bytes, _host_of(me.address))
+    here = Circumstances(agent_name, region, block_bytes, split_address(me.address)[0])
     if config.named_connectors:
         return tuple(_create(name, here, config) for name in config.named_connectors)
     made: list[Connector] = []
@@ -67,11 +68,6 @@ def _create(name: ConnectorName, here: Circumstances, config: TransferConfig) ->
 
     inner, faults = parse_script(config.fault_script)
     return FakeConnector(_MAKERS[inner](here), faults)
-
-
-def _host_of(address: str) -> str:
-    """Without the brackets of an IPv6 address."""
-    return address.rpartition(":")[0].removeprefix("[").removesuffix("]")
 
 
 def _obstacle(name: ConnectorName, here: Circumstances, made: Sequence[Connector]) -> str:

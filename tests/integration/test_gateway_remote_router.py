@@ -336,7 +336,7 @@ async def test_two_seconds_after_a_leader_died_gateways_ask_the_standby() -> Non
         assert candidate is not None
 
         def is_renewed() -> bool:
-            lease = registry._leases[candidate._lease_id]
+            lease = registry._leases[candidate._lease._lease_id]
             return lease.expires_ns == clock.monotonic_ns() + lease.ttl_ns
 
         for step_ms in (0.9 * election.LEASE_MS, 0.1 * election.LEASE_MS + EXPIRY_PERIOD_MS):

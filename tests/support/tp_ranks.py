@@ -60,13 +60,15 @@ def on_ranks(size: int, work: Callable[[int], ResultT]) -> list[ResultT]:
 
 
 @contextmanager
-def tp_groups(size: int, timeout_s: float = TIMEOUT_S) -> Iterator[list[TorchGroup]]:
+def tp_groups(
+    size: int, timeout_s: float = TIMEOUT_S, host: str = HOST
+) -> Iterator[list[TorchGroup]]:
     """The groups of all ranks; each belongs to one thread at a time."""
-    server = serve_store(HOST, size, timeout_s)
+    server = serve_store(host, size, timeout_s)
 
     def join(rank: int) -> TorchGroup:
-        store = server if rank == 0 else join_store(HOST, server.port, size, timeout_s)
-        return open_group(store, rank, size, device="cpu", host=HOST, timeout_s=timeout_s)
+        store = server if rank == 0 else join_store(host, server.port, size, timeout_s)
+        return open_group(store, rank, size, device="cpu", host=host, timeout_s=timeout_s)
 
     yield on_ranks(size, join)
 

@@ -21,16 +21,17 @@ from isthmus.common.rpc import (
     error_from_rpc,
     stop_server,
 )
+from tests.support.ipv6 import needs_ipv6
 
 Handler = Callable[[bytes, grpc.aio.ServicerContext], Awaitable[bytes]]
 
 
 @asynccontextmanager
-async def serving(handler: Handler) -> AsyncIterator[str]:
+async def serving(handler: Handler, host: str = "127.0.0.1") -> AsyncIterator[str]:
     server = create_server()
     method = grpc.unary_unary_rpc_method_handler(handler)
     server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("t", {"Call": method})])
-    address = await bind(server, "127.0.0.1", 0)
+    address = await bind(server, host, 0)
     await server.start()
     try:
         yield address
@@ -95,3 +96,14 @@ async def test_taken_port_is_one_sentence() -> None:
         with pytest.raises(InternalError, match=f"cannot listen on {address}"):
             await bind(second, host, int(port))
         await stop_server(second, 0)
+
+
+@needs_ipv6
+@pytest.mark.asyncio
+async def test_an_ipv6_host_is_listened_on_and_its_address_can_be_reached() -> None:
+    async def echo(request: bytes, context: grpc.aio.ServicerContext) -> bytes:
+        return request
+
+    async with serving(echo, "::1") as address, create_channel(address) as channel:
+        assert address.startswith("[::1]:")
+        assert await channel.unary_unary("/t/Call")(b"hello", timeout=20) == b"hello"

@@ -23,6 +23,7 @@ from isthmus.engine.models.loader import load_model
 from isthmus.engine.models.shard import Cut, Split, cuts_of, shard_of, share_of, supported_sizes
 from isthmus.engine.models.weights import expected_shapes
 from isthmus.engine.tp_group import TorchGroup
+from tests.support.ipv6 import needs_ipv6
 from tests.support.paged import PagedSequences
 from tests.support.tiny_models import save, save_gguf, tiny_model
 from tests.support.tp_ranks import float32_config, load_ranks, on_ranks, tp_groups
@@ -195,7 +196,8 @@ def test_a_rank_that_does_not_come_ends_the_others_wait() -> None:
         groups[0].join(torch.ones(1, 2), [2, 2])
 
 
-def test_ranks_listen_on_their_own_host_alone() -> None:
+@pytest.mark.parametrize("host", ["127.0.0.1", pytest.param("::1", marks=needs_ipv6)])
+def test_ranks_listen_on_their_own_host_alone(host: str) -> None:
     """Collectives trust whoever reaches them."""
 
     def listeners() -> set[tuple[str, int]]:
@@ -203,10 +205,12 @@ def test_ranks_listen_on_their_own_host_alone() -> None:
         return {tuple(c.laddr) for c in found if c.status == psutil.CONN_LISTEN}
 
     before = listeners()
-    with tp_groups(2):
+    with tp_groups(2, host=host) as groups:
         ours = listeners() - before
         assert ours
-        assert {host for host, _ in ours} == {"127.0.0.1"}
+        assert {name for name, _ in ours} == {host}
+        parts = on_ranks(2, lambda rank: groups[rank].sum(torch.full((1, 2), float(rank + 1))))
+        assert all(torch.equal(part, torch.full((1, 2), 3.0)) for part in parts)
 
 
 def test_ranks_give_each_other_what_they_have(pair: list[TorchGroup]) -> None:

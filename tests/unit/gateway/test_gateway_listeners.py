@@ -10,6 +10,7 @@ import pytest
 from isthmus.common.config import GatewayConfig
 from isthmus.common.errors import ConfigError
 from isthmus.gateway.server import bind_socket, bind_sockets
+from tests.support.ipv6 import needs_ipv6
 
 
 def port_of(listener: socket.socket) -> int:
@@ -39,3 +40,15 @@ def test_a_port_of_somebody_else_is_not_shared() -> None:
             bind_sockets(config)
         with pytest.raises(ConfigError, match=r"choose another gateway\.port"):
             bind_socket("127.0.0.1", port_of(taken), 1_000)
+
+
+@needs_ipv6
+def test_a_gateway_may_listen_on_ipv6() -> None:
+    (own,) = bind_sockets(GatewayConfig(host="[::1]", port=0))
+    with own, socket.create_connection(("::1", port_of(own)), 20):
+        assert own.getsockname()[0] == "::1"
+
+
+def test_a_host_that_nobody_knows_is_one_sentence() -> None:
+    with pytest.raises(ConfigError, match=r"cannot listen on no\.such\.host\.invalid: "):
+        bind_sockets(GatewayConfig(host="no.such.host.invalid", port=0))

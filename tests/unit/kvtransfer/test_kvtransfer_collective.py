@@ -16,6 +16,7 @@ from isthmus.kvtransfer.connectors.collective_memory import HostMemory
 from isthmus.kvtransfer.copies import Copies, Rows
 from isthmus.kvtransfer.interface import CopyOp, MemoryRegion, WriteState
 from tests.support.connector_process import ConnectorEnd, drive_until
+from tests.support.ipv6 import needs_ipv6
 
 PIECE = 4 * 2**20
 SIZE = 3 * PIECE
@@ -167,15 +168,7 @@ def _has_ended(connection: socket.socket) -> bool:
         return True
 
 
-def has_ipv6() -> bool:
-    try:
-        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
-    except OSError:
-        return False
-    return True
-
-
-@pytest.mark.skipif(not has_ipv6(), reason="needs the loopback address of IPv6")
+@needs_ipv6
 def test_two_ends_meet_over_ipv6() -> None:
     ends = [ConnectorEnd(CollectiveConnector(name, "::1"), 4096, seed=2) for name in "ab"]
     try:

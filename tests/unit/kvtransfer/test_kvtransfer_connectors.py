@@ -187,11 +187,6 @@ def test_auto_takes_ucx_where_nixl_is_not(
     assert [connector.name for connector in made] == offered
 
 
-def test_brackets_of_an_ipv6_address_are_not_the_hosts() -> None:
-    assert registry._host_of("[fd00::1]:7000") == "fd00::1"
-    assert registry._host_of("10.0.0.1:7000") == "10.0.0.1"
-
-
 def test_local_connector_reaches_its_own_process_only() -> None:
     connector = LocalConnector("a", LocalFabric())
     elsewhere = msgspec.msgpack.encode({"pid": os.getpid() + 1, "name": "b"})

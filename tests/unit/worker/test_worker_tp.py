@@ -9,12 +9,18 @@ from typing import Any
 import msgspec
 import pytest
 
-from isthmus.common.config import PoolConfig
+from isthmus.common.cluster import Role
+from isthmus.common.config import ClusterConfig, PoolConfig
 from isthmus.common.errors import InternalError
+from isthmus.common.ids import InstanceId
 from isthmus.worker import rank_launcher
 from isthmus.worker.pool import cpus_of
 from isthmus.worker.rank_launcher import INVITATION_VARIABLE, ChildLauncher
-from isthmus.worker.rank_link import Invitation
+from isthmus.worker.rank_link import Invitation, RankLink, connect
+from isthmus.worker.ranks import Ranks
+from isthmus.worker.role import WorkerArgs
+from isthmus.worker.threads import run_in_thread
+from tests.support.ipv6 import needs_ipv6
 
 
 @pytest.mark.parametrize(
@@ -80,3 +86,31 @@ def test_a_follower_that_cannot_be_started_is_one_sentence(monkeypatch: pytest.M
     monkeypatch.setattr(rank_launcher.sys, "executable", "/no/such/python")
     with pytest.raises(InternalError, match="cannot start rank 1: No such file"):
         ChildLauncher().launch(Invitation("127.0.0.1", 5, 1, "secret", "cpu"))
+
+
+class Joining:
+    """Implements ``RankLauncher``: its followers only connect."""
+
+    def __init__(self) -> None:
+        self.links: list[RankLink] = []
+
+    def launch(self, invitation: Invitation) -> None:
+        self.links.append(connect(invitation, 20))
+
+    def problem(self) -> str:
+        return ""
+
+    def close(self) -> None:
+        for link in self.links:
+            link.close()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("host", ["127.0.0.1", pytest.param("::1", marks=needs_ipv6)])
+async def test_followers_find_their_leader_at_the_host_of_the_configuration(host: str) -> None:
+    config = ClusterConfig.model_validate({"host": host, "mixed": {"engine": {"tp_size": 3}}})
+    launcher = Joining()
+    ranks = Ranks(WorkerArgs(config, Role.MIXED, InstanceId("mixed-0"), ""), launcher)
+    ranks.launch()
+    assert len(launcher.links) == 2
+    await run_in_thread(ranks.close)
