@@ -7,6 +7,8 @@ milliseconds; instants are the router's monotonic clock in milliseconds.
 
 from __future__ import annotations
 
+from math import exp
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -40,7 +42,7 @@ class PromptColumns:
         self.shortest = float(self.longest.min()) if views else 0.0  # that all of them can take
         self.num_usable = 0  # of a table's two kinds
         self.has_strange = False  # some of the table
-        self._rows = block
+        self.rows = block
         (
             self.base,  # prefill coefficients, with the instance's factor
             self.token,
@@ -70,7 +72,7 @@ class PromptColumns:
             strange = view.reported_work_ms * load.num_strange / num_seqs
         ahead = max(AHEAD_MS, AHEAD_BASES * model.prefill_base)
         may_be_chosen = is_usable(view, now_ns)
-        self._rows[:, row] = (
+        self.rows[:, row] = (
             model.prefill_base * factor,
             model.prefill_token * factor,
             model.prefill_pair * factor,
@@ -97,10 +99,11 @@ class DecodeColumns:
     def __init__(self, views: list[InstanceView]) -> None:
         self.views = views
         self.is_mixed: Bools = np.array([v.info.role is Role.MIXED for v in views], np.bool_)
+        self.mixed = self.is_mixed.astype(np.float64)  # as a column
         self.has_mixed = bool(self.is_mixed.any())
         self.has_large = False
         self.prompted: set[int] = set()  # rows that have had prompts beside decodes
-        self._rows: Floats = np.zeros((self.NUM_COLUMNS, len(views)))
+        self.rows: Floats = np.zeros((self.NUM_COLUMNS, len(views)))
         (
             self.base,  # decode coefficients, with the instance's factor
             self.seq,
@@ -121,7 +124,7 @@ class DecodeColumns:
             self.prompt_at,  # … then
             self.factor,
             self.block_size,
-        ) = self._rows
+        ) = self.rows
 
     def refresh(self, row: int, load: PendingLoad, now_ns: int) -> None:
         view = self.views[row]
@@ -147,7 +150,7 @@ class DecodeColumns:
                 step = large_base + large_seq * seqs + large_ctx * context
         if view.prompt_ms:
             self.prompted.add(row)
-        self._rows[:, row] = (
+        self.rows[:, row] = (
             base,
             seq,
             ctx,
@@ -171,7 +174,9 @@ class DecodeColumns:
 
     def prompt_share(self, now_ms: float) -> Floats:
         """Of an instance's time, that prompts have taken from its decodes lately."""
-        decayed = self.prompt * np.exp((self.prompt_at - now_ms) / PROMPT_MEMORY_MS)
+        ages = (self.prompt_at - now_ms) / PROMPT_MEMORY_MS
+        # The C library's: numpy's own differs from it on some processors.
+        decayed = self.prompt * np.array([exp(age) for age in ages.tolist()])
         share: Floats = decayed / PROMPT_MEMORY_MS
         return share
 

@@ -16,13 +16,13 @@ written to.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from isthmus.common.ids import InstanceId
 from isthmus.router.columns import Bools, Floats, PromptColumns
+from isthmus.router.lengths import Shares
 from isthmus.router.links import SETUP_MS
 from isthmus.router.quantiles import FLOOR_MS, Residuals, ratio_of
 from isthmus.router.sessions import LastServed
@@ -52,7 +52,7 @@ class Ask:
 
     ``ttft_ms``: its TTFT target (None = none that can be met), of which ``left_ms`` are left;
     ``remote``, ``local``, ``tpot``: how wrong predictions of a remote prefill, a local one and of
-    decode steps are; ``share_below``: share of answers with fewer tokens than each of an array;
+    decode steps are; ``shares``: how long answers are;
     ``last``: where its session's last turn was served.
     """
 
@@ -65,7 +65,7 @@ class Ask:
     local: Residuals
     tpot: Residuals
     now_ns: int
-    share_below: Callable[[Floats], Floats]
+    shares: Shares
     press: Press
     spares_residents: bool = True
     last: LastServed | None = None
@@ -217,7 +217,7 @@ def _fetched(
     enough = least(remote.cached + table.fetch_min)
     holders = np.nonzero(local.cached >= enough)[0]
     if len(holders) > MAX_HOLDERS:
-        holders = holders[local.cached[holders].argsort()[-MAX_HOLDERS:]]
+        holders = holders[local.cached[holders].argsort(kind="stable")[-MAX_HOLDERS:]]
     columns, fetched = table.prefills, {}
     for column in holders.tolist():
         # Whole blocks of the one that fetches; a token at least is left to compute.
@@ -351,8 +351,7 @@ def _missed(slack_ms: Floats, delay_ms: Floats, ask: Ask) -> Floats:
     of all of them makes miss it: those with too few tokens to make up for it."""
     needed = delay_ms / np.maximum(slack_ms, 1e-3)
     needed += 1.0
-    missed: Floats = ask.share_below(needed)
-    return missed
+    return ask.shares.below(needed)
 
 
 def keeps_local(found: Forecast, missed: Floats) -> Bools:

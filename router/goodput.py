@@ -10,7 +10,6 @@ seconds of an instance wins.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -38,47 +37,46 @@ from isthmus.router.forecast import (
     residents_missed,
     waits,
 )
-from isthmus.router.policy import Candidate
+from isthmus.router.native import Weigher
 from isthmus.router.prices import Prices
 from isthmus.router.quantiles import FLOOR_MS
 from isthmus.router.table import Holders, PairTable
 from isthmus.router.types import RouteQuery
-
-DECODE_FULL = "decode_full"  # an obstacle: no KV blocks or no place in the batch
-
-
-@dataclass(slots=True)
-class Weighed:
-    """``candidates``: that can start now and keep every promise, best first; may be empty.
-
-    ``work_ms``: TTFT on the best instance if it were idle; ``floor_quantile_ms``: as its quantile;
-    ``least_ttft_ms``, ``least_tpot_ms``: what the quickest of all that are registered would take if
-    it were idle and as quick as its model says, whether it may be chosen now or not. ``ready_ms``:
-    when somebody could start. ``obstacle`` names what kept the list empty.
-    """
-
-    candidates: list[Candidate]
-    work_ms: float
-    floor_quantile_ms: float
-    least_ttft_ms: float
-    least_tpot_ms: float
-    ready_ms: float
-    num_workers: int
-    obstacle: str = ""
+from isthmus.router.weighed import (
+    DECODE_FULL,
+    NO_DECODE_INSTANCE,
+    PREFILL_BUSY,
+    TPOT,
+    TTFT,
+    Weighed,
+)
 
 
 class GoodputPolicy:
-    """Arithmetic over one ``PairTable``; owns nothing but the stream of its exploration."""
+    """Arithmetic over one ``PairTable``; owns nothing but the stream of its exploration.
+
+    ``is_compiled``: with ``native``, where there is a compiler. What is in this file says the same
+    in numpy.
+    """
 
     name = "goodput"
 
     def __init__(
-        self, stale_load_ms: float, min_remote_tokens: int, exploration: float, seed: int = 0
+        self,
+        stale_load_ms: float,
+        min_remote_tokens: int,
+        exploration: float,
+        seed: int = 0,
+        *,
+        is_compiled: bool = True,
     ) -> None:
         self._stale_ms = stale_load_ms
         self._min_remote = min_remote_tokens
         self._exploration = exploration
         self._random = random.Random(seed)
+        self._native: Weigher | None = None
+        if is_compiled:
+            self._native = Weigher.create(min_remote_tokens, stale_load_ms)
 
     def weigh(
         self,
@@ -89,6 +87,25 @@ class GoodputPolicy:
         prices: Prices,
         now_ms: float,
     ) -> Weighed:
+        if self._native is None:
+            return self._weigh(table, query, holders, ask, prices, now_ms)
+        weighed = self._native.weigh(table, query, holders, ask, prices, now_ms)
+        if weighed.candidates and self._explores():
+            return self._weigh(table, query, holders, ask, prices, now_ms, explores=True)
+        return weighed
+
+    def _weigh(
+        self,
+        table: PairTable,
+        query: RouteQuery,
+        holders: Holders,
+        ask: Ask,
+        prices: Prices,
+        now_ms: float,
+        *,
+        explores: bool | None = None,
+    ) -> Weighed:
+        """``explores`` None: to be drawn."""
         found = forecast(table, query, holders, ask, self._min_remote, self._stale_ms, now_ms)
         weighed, ratios = _outlook(found)
         starts = found.remote.wait <= table.prefills.ahead
@@ -104,7 +121,7 @@ class GoodputPolicy:
         if np.count_nonzero(starts) < len(starts):
             pairs[~starts] = NEVER
         alone = self._alone(found, prices, rest, may_decode, ratios[1], least_pair)
-        chosen = self._choose(table, pairs, alone)
+        chosen = self._choose(table, pairs, alone, explores)
         if chosen is None:
             weighed.obstacle = _obstacle(found, starts, may_decode)
         else:
@@ -178,11 +195,16 @@ class GoodputPolicy:
             alone[alone > least_pair] = NEVER
         return alone
 
-    def _choose(self, table: PairTable, pairs: Floats, alone: Floats) -> Place | None:
+    def _choose(
+        self, table: PairTable, pairs: Floats, alone: Floats, explores: bool | None
+    ) -> Place | None:
         chosen = cheapest(table, pairs, alone)
-        if chosen is not None and self._random.random() < self._exploration:
+        if chosen is not None and (self._explores() if explores is None else explores):
             return anyone(self._random, pairs, alone)
         return chosen
+
+    def _explores(self) -> bool:
+        return self._random.random() < self._exploration
 
 
 def _outlook(found: Forecast) -> tuple[Weighed, tuple[float, float]]:
@@ -222,11 +244,11 @@ def _obstacle(found: Forecast, starts: Bools, may_decode: Bools) -> str:
     """The first thing in the way, for the explanation and for refusals."""
     usable, prefills = found.local.barred == 0.0, found.remote.barred == 0.0
     if not usable.any():
-        return "no_decode_instance"
+        return NO_DECODE_INSTANCE
     if not (usable & ~found.decode.is_full).any():
         return DECODE_FULL
     if not may_decode.any():
-        return "tpot"
+        return TPOT
     if prefills.any() and not (starts & prefills).any():
-        return "prefill_busy"
-    return "ttft"
+        return PREFILL_BUSY
+    return TTFT

@@ -30,11 +30,11 @@ from isthmus.common.types import RouteAction, RouteDecision
 from isthmus.router.capacity import Capacity
 from isthmus.router.demand import Demand
 from isthmus.router.forecast import NO_PRESS, Press
-from isthmus.router.goodput import DECODE_FULL
 from isthmus.router.holding import HeldQuery, HoldingQueue, Lane
 from isthmus.router.placement import Look
 from isthmus.router.types import RouteQuery
 from isthmus.router.verdict import Admitted, Held, Rejected, Settled, Verdict
+from isthmus.router.weighed import DECODE_FULL
 
 LAST_CHANCE = 0.25  # of the time waited so far, when no more is left
 SPEED_MEMORY_MS = 2_000.0

@@ -26,7 +26,8 @@ NUM_BINS = 44  # up to 2^22 tokens
 Group = tuple[str, str, int]
 ANY_BUCKET = -1
 Floats = NDArray[np.float64]
-_PLACES: Floats = np.arange(NUM_BINS + 1, dtype=np.float64)
+BOUNDS: Floats = 2.0 ** (np.arange(NUM_BINS + 1) / 2)
+"""Tokens at which bins begin, and where the last one ends."""
 
 
 @dataclass(slots=True)
@@ -58,11 +59,29 @@ class _Histogram:
         return below / self.total
 
 
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """``values``: for each of ``BOUNDS``, the share of a model's answers that is shorter. They lie
+    at ``address``."""
+
+    values: Floats
+    address: int
+
+    @classmethod
+    def of(cls, values: Floats) -> Shares:
+        return cls(values, values.ctypes.data)
+
+    def below(self, tokens: Floats) -> Floats:
+        """The share that has fewer output tokens than each of these; even within a bin."""
+        below: Floats = np.interp(tokens, BOUNDS, self.values)
+        return below
+
+
 class OutputLengths:
     def __init__(self) -> None:
         self._groups: OrderedDict[Group, _Histogram] = OrderedDict()
         self._cache: dict[tuple[Group, int], float] = {}
-        self._shares: dict[str, Floats] = {}  # of a model's answers, as ``_Histogram.cumulative``
+        self._shares: dict[str, Shares] = {}  # by model
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -74,18 +93,16 @@ class OutputLengths:
         self._cache.clear()
         self._shares.pop(model, None)
 
-    def share_below(self, model: str, tokens: Floats) -> Floats:
-        """Of the model's answers, the share that has fewer output tokens than each of these."""
+    def shares(self, model: str) -> Shares:
+        """Of the model's answers by their length."""
         shares = self._shares.get(model)
         if shares is None:
-            shares = self._shares[model] = self._cumulative(model)
-        places = 2.0 * np.log2(np.maximum(tokens, 1.0))
-        below: Floats = np.interp(places, _PLACES, shares)
-        return below
+            shares = self._shares[model] = Shares.of(self._cumulative(model))
+        return shares
 
     def _cumulative(self, model: str) -> Floats:
         """Exponential of the first guess's mean, as far as little is known."""
-        guess: Floats = 1.0 - np.exp(-(2.0 ** (_PLACES / 2) - 1.0) / FIRST_GUESS)
+        guess: Floats = 1.0 - np.exp(-(BOUNDS - 1.0) / FIRST_GUESS)
         histogram = self._groups.get((model, "", ANY_BUCKET))
         if histogram is None or not histogram.total:
             return guess

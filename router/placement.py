@@ -7,7 +7,6 @@ the policy. Decides nothing about waiting: that is ``intake``.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
 
@@ -15,7 +14,7 @@ from isthmus.common.clock import NS_PER_MS, Clock
 from isthmus.common.ids import InstanceId
 from isthmus.router.capacity import Capacity
 from isthmus.router.forecast import NEVER, NO_PRESS, Ask, Press, nearest_room
-from isthmus.router.goodput import DECODE_FULL, GoodputPolicy, Weighed
+from isthmus.router.goodput import GoodputPolicy
 from isthmus.router.knowledge import Knowledge
 from isthmus.router.prices import Stage
 from isthmus.router.quantiles import Kind, bucket_of
@@ -23,8 +22,9 @@ from isthmus.router.sessions import Sessions
 from isthmus.router.state import RouterState
 from isthmus.router.table import ClusterTable
 from isthmus.router.types import RouteQuery
+from isthmus.router.weighed import DECODE_FULL, TPOT, Weighed
 
-_OF_DECODE = frozenset({"tpot", DECODE_FULL})
+_OF_DECODE = frozenset({TPOT, DECODE_FULL})
 
 
 @dataclass(slots=True)
@@ -225,7 +225,7 @@ class Placement:
             local=known.residuals.of(Kind.LOCAL_TTFT, bucket),
             tpot=known.residuals.of(Kind.TPOT, bucket),
             now_ns=now_ns,
-            share_below=partial(known.lengths.share_below, query.model),
+            shares=known.lengths.shares(query.model),
             press=press,
             spares_residents=not is_aged,
             last=self._sessions.last(query),

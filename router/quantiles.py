@@ -10,6 +10,7 @@ levels by ``MAX_LEVELS``.
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left, insort
 from collections import deque
 from dataclasses import dataclass, field
@@ -82,7 +83,7 @@ class Residuals:
     """Of one kind and bucket."""
 
     recent: deque[tuple[float, int]] = field(default_factory=deque)  # ratio, when
-    ordered: list[float] = field(default_factory=list)
+    ordered: array[float] = field(default_factory=lambda: array("d"))
     levels: dict[float, _Level] = field(default_factory=dict)
     _answers: dict[float, float] = field(default_factory=dict)  # of ``ratio``, until it has news
 
@@ -113,7 +114,7 @@ class Residuals:
         count = len(self.ordered)
         if not count:
             return guess
-        seen = 1.0 - np.searchsorted(np.array(self.ordered), ratios, side="right") / count
+        seen = 1.0 - np.searchsorted(np.frombuffer(self.ordered), ratios, side="right") / count
         share = min(1.0, count / ENOUGH)
         above: Floats = share * seen + (1.0 - share) * guess
         return above

@@ -59,10 +59,11 @@ class PairTable:
         self.row_of = {view.instance_id: row for row, view in enumerate(everybody)}
         self._row_of_bit = {index.bit(name): row for name, row in self.row_of.items()}
         self._rows_of: dict[int, list[int]] = {}  # by mask of the index
+        self.block_sizes: Floats = np.array([view.block_size for view in everybody], np.float64)
         sizes = {view.block_size for view in everybody}
         self.block_size: float | Floats = float(sizes.pop())  # of all, or of each
         if sizes:
-            self.block_size = np.array([view.block_size for view in everybody], np.float64)
+            self.block_size = self.block_sizes
         budgets = {view.info.max_num_batched_tokens for view in prefills}
         self.budget = float(budgets.pop()) if len(budgets) == 1 else None
         self.speed: Floats = np.ones(count)
@@ -78,6 +79,9 @@ class PairTable:
         self.has_fetches = bool(np.isfinite(self.fetch_min).any())
         self.prefill_blocks: Floats = np.array([view.block_size for view in prefills], np.float64)
         self.scratch = [np.empty_like(self.rates) for _ in range(3)]  # for costs of pairs
+        # Of the compiled policy, which makes them when it is first asked (``native``).
+        self.parts: array[int] | None = None
+        self.workspace: Floats | None = None
 
     @property
     def model(self) -> str:
@@ -103,26 +107,30 @@ class PairTable:
             columns.has_strange = has_strange
         if self.num_prefills:
             token = self.prefills.token
-            self.speed = token.item(token.argmin()) / np.maximum(token, 1e-9)
+            np.divide(token.item(token.argmin()), np.maximum(token, 1e-9), out=self.speed)
             self.quickest = int((token + self.prefills.barred).argmin())
 
     def link(self, links: Links) -> None:
         """Takes over what is known of the links."""
         sources = [view.info for view in self.prefills.views]
         targets = [view.info for view in self.local.views]
-        self.rates = links.rates(sources, targets)
+        self.rates[:] = links.rates(sources, targets)
         is_same = self.rates.size and bool((self.rates == self.rates[0, 0]).all())
         self.rate = float(self.rates[0, 0]) if is_same else None
 
     def cached_blocks(self, holders: Holders) -> Floats:
         """Leading blocks of a prompt, as a column of ``prompts``."""
+        return np.frombuffer(self.depths(holders))
+
+    def depths(self, holders: Holders) -> array[float]:
+        """As ``cached_blocks``."""
         blocks = array("d", bytes(8 * len(self.row_of)))
         rows_of = self._rows_of
         for mask, depth in holders:
             rows = rows_of.get(mask)
             for row in self._find_rows(mask) if rows is None else rows:
                 blocks[row] = depth
-        return np.frombuffer(blocks)
+        return blocks
 
     def _find_rows(self, mask: int) -> list[int]:
         """Of those in ``mask``."""

@@ -1,108 +1,17 @@
-"""Compiles the C++ sources beside this file for the machine at hand.
-
-The result lives in a cache of the user, named by a digest of everything that shapes it: sources,
-flags, compiler and the processor's features (a home directory may be shared by unlike machines).
-A file there is complete and never changes: it is written beside and renamed, so that processes
-that start together may build at the same time, and a process may hold the library it has loaded.
-"""
+"""Compiles the C++ sources beside this file, once a machine (``common.native``)."""
 
 from __future__ import annotations
 
-import hashlib
-import os
-import platform
-import shutil
-import subprocess
-import tempfile
 from pathlib import Path
 
-from isthmus.common.logging import get_logger
+from isthmus.common import native
+from isthmus.common.native import BuildError
 
-SOURCE_DIR = Path(__file__).parent
-FLAGS = (
-    *("-std=c++17", "-O3", "-march=native", "-shared", "-fPIC", "-pthread"),
-    *("-Wall", "-Wextra", "-Wno-psabi"),
-)
-COMPILERS = ("g++", "c++")
-TIMEOUT_S = 300
+SOURCES = native.Sources("kernels", Path(__file__).parent)
 
-_log = get_logger("kernels")
-
-
-class BuildError(Exception):
-    """There is no compiler, it failed, or its result cannot be loaded."""
+__all__ = ["BuildError", "build_library"]
 
 
 def build_library(cache_dir: Path | None = None) -> Path:
-    """The compiled library; compiles it (about half a minute) unless it is in the cache.
-
-    Raises BuildError.
-    """
-    compiler = _find_compiler()
-    directory = cache_dir or _default_cache_dir()
-    target = directory / f"isthmus-{_digest(compiler)}.so"
-    if target.exists():
-        return target
-    _log.info("compiling the CPU kernels", compiler=compiler, target=str(target))
-    try:
-        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with tempfile.TemporaryDirectory(dir=directory) as workspace:
-            built = Path(workspace) / target.name
-            _compile(compiler, built)
-            built.replace(target)
-    except OSError as error:
-        raise BuildError(f"cannot write to {directory}: {error}") from error
-    return target
-
-
-def _find_compiler() -> str:
-    for name in COMPILERS:
-        path = shutil.which(name)
-        if path is not None:
-            return path
-    raise BuildError(f"no C++ compiler found (looked for {', '.join(COMPILERS)})")
-
-
-def _default_cache_dir() -> Path:
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "isthmus" / "kernels"
-
-
-def _sources() -> list[Path]:
-    return sorted(SOURCE_DIR.glob("*.cpp"))
-
-
-def _digest(compiler: str) -> str:
-    digest = hashlib.sha256()
-    for path in (*_sources(), *sorted(SOURCE_DIR.glob("*.h"))):
-        digest.update(path.read_bytes())
-    version = _run([compiler, "--version"])
-    for part in (*FLAGS, compiler, version, platform.machine(), _processor_features()):
-        digest.update(part.encode() + b"\0")
-    return digest.hexdigest()[:16]
-
-
-def _processor_features() -> str:
-    """What -march=native looks at, as far as the system tells."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    wanted = ("vendor_id", "cpu family", "model", "flags", "Features")
-    return "\n".join(sorted({line for line in lines if line.startswith(wanted)}))
-
-
-def _compile(compiler: str, target: Path) -> None:
-    _run([compiler, *FLAGS, *map(str, _sources()), "-o", str(target)])
-
-
-def _run(command: list[str]) -> str:
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise BuildError(f"{command[0]} did not run: {error}") from error
-    if done.returncode != 0:
-        raise BuildError(f"{command[0]} failed with {done.returncode}: {done.stderr[-2000:]}")
-    return done.stdout
+    """Raises BuildError."""
+    return native.build_library(SOURCES, cache_dir)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,8 +18,10 @@ from isthmus.router import Admitted, Outcome, RouteQuery
 from isthmus.router.forecast import NEVER, Ask, Press
 from isthmus.router.goodput import GoodputPolicy
 from isthmus.router.lengths import OutputLengths
+from isthmus.router.native import Weigher
 from isthmus.router.prices import Prices
 from isthmus.router.quantiles import Residuals
+from isthmus.router.sessions import LastServed
 from isthmus.router.state import RouterState
 from isthmus.router.table import ClusterTable, PairTable
 from tests.support.goodput_reference import weigh_slowly
@@ -145,10 +147,21 @@ class Scene:
             local=self.residuals(),
             tpot=self.residuals(),
             now_ns=self.now_ns,
-            share_below=partial(self.lengths.share_below, "m"),
+            shares=self.lengths.shares("m"),
             press=Press(rnd.choice([0.0, 700.0]), rnd.choice([0.0, 300.0])),
             spares_residents=rnd.random() < 0.8,
+            last=self.last(),
+            left_alone=InstanceId(rnd.choice(self.names)) if rnd.random() < 0.3 else None,
         )
+
+    def last(self) -> LastServed | None:
+        rnd = self.random
+        if rnd.random() < 0.5:
+            return None
+        prefill, decode = rnd.sample(["gone", *self.names], 2)  # never the same one
+        worth_ms = rnd.choice([5.0, 100.0])
+        is_local = rnd.random() < 0.3
+        return LastServed(None if is_local else InstanceId(prefill), InstanceId(decode), worth_ms)
 
     def table(self) -> ClusterTable:
         made = ClusterTable(self.state.links, self.state.index)
@@ -163,7 +176,8 @@ def test_the_choice_is_that_of_looking_at_every_pair(seed: int) -> None:
     for _ in range(scene.random.randrange(40)):
         scene.happen()
     table, rnd = scene.table(), scene.random
-    policy = GoodputPolicy(STALE_MS, min_remote := rnd.choice([0, 64]), exploration=0.0)
+    min_remote = rnd.choice([0, 64])
+    policy = GoodputPolicy(STALE_MS, min_remote, exploration=0.0, is_compiled=False)
     now_ms = scene.now_ns / NS_PER_MS
     for _ in range(4):
         query = scene.query()
@@ -193,6 +207,30 @@ def test_the_choice_is_that_of_looking_at_every_pair(seed: int) -> None:
                 assert first.decode.tpot_ms == wanted.tpot_ms
 
 
+@pytest.mark.skipif(Weigher.create(0, 0.0) is None, reason="needs a C++ compiler")
+@settings(max_examples=80, deadline=None)
+@given(st.integers(0, 2**32))
+def test_the_compiled_policy_says_what_numpy_says_to_the_last_bit(seed: int) -> None:
+    scene = Scene(seed)
+    for _ in range(scene.random.randrange(40)):
+        scene.happen()
+    table, rnd = scene.table(), scene.random
+    min_remote = rnd.choice([0, 64])
+    exploration = rnd.choice([0.0, 0.5])
+    plain, compiled = [
+        GoodputPolicy(STALE_MS, min_remote, exploration, is_compiled=is_compiled)
+        for is_compiled in (False, True)
+    ]
+    now_ms = scene.now_ns / NS_PER_MS
+    for _ in range(6):
+        query = scene.query()
+        ask, holders = scene.ask(query), scene.state.index.holders(query.hash_chains[0])
+        prices = Prices(rnd.choice([1.0, 2.5]), rnd.choice([1.0, 3.0]))
+        for pairs in table.of_model("m"):
+            asked = (pairs, query, holders, ask, prices, now_ms)
+            assert compiled.weigh(*asked) == plain.weigh(*asked)
+
+
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 2**32))
 def test_rows_brought_up_to_date_are_those_made_anew(seed: int) -> None:
@@ -209,7 +247,7 @@ def test_rows_brought_up_to_date_are_those_made_anew(seed: int) -> None:
 def assert_alike(mine: PairTable, anew: PairTable) -> None:
     for one, other in ((mine.prompts, anew.prompts), (mine.decodes, anew.decodes)):
         assert one.views == other.views
-        np.testing.assert_array_equal(one._rows, other._rows)
+        np.testing.assert_array_equal(one.rows, other.rows)
     for one, other in ((mine.prefills, anew.prefills), (mine.local, anew.local)):
         assert one.num_usable == other.num_usable == np.count_nonzero(one.barred == 0.0)
         assert one.has_strange == other.has_strange

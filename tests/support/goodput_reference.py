@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from math import ceil
+from math import ceil, exp
 
 import numpy as np
 
@@ -117,8 +117,8 @@ def fetched(
     ]
     holders = [row for row, prompt in enumerate(local) if prompt.cached >= min(wanted)]
     if len(holders) > MAX_HOLDERS:
-        order = np.array([local[row].cached for row in holders]).argsort()
-        holders = [holders[place] for place in order[-MAX_HOLDERS:]]
+        holders.sort(key=lambda row: local[row].cached)
+        holders = holders[-MAX_HOLDERS:]
     columns = table.prefills
     for holder in holders if min(wanted) < NEVER else []:
         found[holder] = []
@@ -141,7 +141,7 @@ def fetched(
 
 
 def share_missed(ask: Ask, slack: float, delay: float) -> float:
-    return float(ask.share_below(np.array([delay / max(slack, 1e-3) + 1.0]))[0])
+    return float(ask.shares.below(np.array([delay / max(slack, 1e-3) + 1.0]))[0])
 
 
 def step_ms(columns: DecodeColumns, row: int, seqs: float, context: float) -> float:
@@ -186,7 +186,7 @@ def decode_on(
     step = step_ms(columns, row, seqs * stay + 1, there * stay + num_tokens + output / 2)
     chunks = ceil(local.uncached / max(float(table.local.budget[row]), 1.0))
     local.prefill = local.prefill + chunks * (step - float(columns.base[row]))
-    decay = float(np.exp((columns.prompt_at[row] - now_ms) / PROMPT_MEMORY_MS))
+    decay = exp((float(columns.prompt_at[row]) - now_ms) / PROMPT_MEMORY_MS)
     share = float(columns.prompt[row]) * decay / PROMPT_MEMORY_MS
     left = max(local.wait - handoff_ms, 0.0) if local.is_usable else 0.0
     steady = step / (1.0 - min(share, MAX_SHARE))
@@ -207,7 +207,12 @@ def decode_on(
         is_kept = is_kept and quantile <= tightest
     elif not has_prefills:
         is_kept_local = is_kept
-    is_full = needed > columns.room[row] or seqs + 1 > columns.views[row].info.max_num_seqs
+    is_left_alone = columns.views[row].instance_id == ask.left_alone
+    is_full = (
+        is_left_alone
+        or needed > columns.room[row]
+        or seqs + 1 > columns.views[row].info.max_num_seqs
+    )
     least = step_ms(columns, row, 1.0, float(num_tokens)) / float(columns.factor[row])
     return Decode(tpot, quantile, bool(is_full), is_kept, is_kept_local, missed, own_missed, least)
 
@@ -220,11 +225,19 @@ def decode_cost(
     share = tokens / float(table.decodes.capacity[row])
     if ask.ttft_ms is None:
         own *= 1.0 + (prices.decode - 1.0) * share
-        return own + ask.press.worth_ms * decode.own_missed
+        own += ask.press.worth_ms * decode.own_missed
+        return own - favour(ask, table.decodes.views[row].instance_id)
     balance = costs.BALANCE
     if ask.tpot_ms is not None:
         balance = costs.HOST if table.decodes.seqs[row] < 1 else 0.0
-    return own * (balance + prices.decode * share) + ask.press.worth_ms * decode.own_missed
+    own = own * (balance + prices.decode * share) + ask.press.worth_ms * decode.own_missed
+    return own - favour(ask, table.decodes.views[row].instance_id)
+
+
+def favour(ask: Ask, name: InstanceId) -> float:
+    """Of whoever served the session's last turn."""
+    last = ask.last
+    return last.worth_ms if last is not None and name in (last.prefill, last.decode) else 0.0
 
 
 def pair_cost(
@@ -249,6 +262,7 @@ def pair_cost(
         wait = remote.prefill * float(table.speed[row]) + remote.wait + ask.press.line_ms
         own = prices.prefill * wait
         own = own - costs.TIGHTNESS * remote.ttft
+    own -= favour(ask, columns.views[row].instance_id)
     cost = own + rest + exposed
     if ask.tpot_ms is not None:
         late = exposed + decode.quantile - costs.GAP_FACTOR * ask.tpot_ms

@@ -107,12 +107,12 @@ def test_without_targets_nothing_is_kept_free() -> None:
 def test_shares_of_answers_by_length() -> None:
     lengths = OutputLengths()
     wanted = np.array([1.0, FIRST_GUESS + 1.0, 1e6])
-    assert lengths.share_below("m", wanted) == pytest.approx([0, 0.63, 1], abs=0.02)
+    assert lengths.shares("m").below(wanted) == pytest.approx([0, 0.63, 1], abs=0.02)
     for number in range(100):
         lengths.observe("m", "", 100, 10 if number < 80 else 400)
-    below = lengths.share_below("m", np.array([5.0, 16.0, 300.0, 600.0]))
+    below = lengths.shares("m").below(np.array([5.0, 16.0, 300.0, 600.0]))
     assert below == pytest.approx([0.0, 0.8, 0.8, 1.0], abs=0.01)
-    assert lengths.share_below("n", wanted)[1] == pytest.approx(0.63, abs=0.02)
+    assert lengths.shares("n").below(wanted)[1] == pytest.approx(0.63, abs=0.02)
 
 
 def test_share_of_measurements_above_a_ratio() -> None:

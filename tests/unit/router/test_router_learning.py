@@ -152,7 +152,7 @@ def test_residuals_stay_bounded_and_in_order(pairs: list[tuple[float, float]]) -
     residuals = Residuals()
     for measured, predicted in pairs:
         residuals.observe(ratio_of(measured, predicted), 0)
-    assert residuals.ordered == sorted(ratio for ratio, _ in residuals.recent)
+    assert list(residuals.ordered) == sorted(ratio for ratio, _ in residuals.recent)
     assert len(residuals.ordered) <= 200
     assert residuals.ratio(0.5, 0) <= residuals.ratio(0.9, 0) <= residuals.ratio(0.99, 0) <= 4.0
     assert residuals.ratio(0.9, 10**12) == Residuals().ratio(0.9, 0)

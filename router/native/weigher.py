@@ -1,0 +1,202 @@
+"""Asks the compiled policy about one query and one table.
+
+``parts.h`` says what lies where in the three structures: everything takes eight bytes, so that they
+are filled in by one ``struct`` format each. A table's is made once; its arrays never move.
+"""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from functools import cache
+
+import numpy as np
+
+from isthmus.common.ids import InstanceId
+from isthmus.common.logging import get_logger
+from isthmus.common.native import BuildError
+from isthmus.common.types import LocalPrefillReason
+from isthmus.router.decider import local_prefill_reason
+from isthmus.router.forecast import NEVER, Ask
+from isthmus.router.lengths import BOUNDS
+from isthmus.router.native.binding import Library, load_library
+from isthmus.router.policy import Candidate
+from isthmus.router.predictor import DecodeOption, PrefillOption
+from isthmus.router.prices import Prices
+from isthmus.router.quantiles import Residuals
+from isthmus.router.table import Holders, PairTable
+from isthmus.router.types import RouteQuery
+from isthmus.router.weighed import (
+    DECODE_FULL,
+    NO_DECODE_INSTANCE,
+    PREFILL_BUSY,
+    TPOT,
+    TTFT,
+    Weighed,
+)
+
+OBSTACLES = ("", NO_DECODE_INSTANCE, DECODE_FULL, TPOT, PREFILL_BUSY, TTFT)
+MAX_CANDIDATES = 4
+
+_RESIDUALS = "dqq"
+_QUERY = struct.Struct("@6d 3d 5d 2d 3q 3q q qq q qq" + 3 * _RESIDUALS)
+_ANSWER = struct.Struct("@8d")
+_CANDIDATE = struct.Struct("@13d")
+
+_log = get_logger("router")
+
+
+class Weigher:
+    """``min_remote_tokens``, ``stale_ms``: as ``forecast`` takes them."""
+
+    def __init__(self, library: Library, min_remote_tokens: int, stale_ms: float) -> None:
+        self._library = library
+        self._min_remote = min_remote_tokens
+        self._stale_ms = stale_ms
+        self._query, self._query_at = _buffer(_QUERY.size)
+        self._answer, self._answer_at = _buffer(_ANSWER.size + MAX_CANDIDATES * _CANDIDATE.size)
+        self._bounds_at = BOUNDS.ctypes.data
+
+    @classmethod
+    def create(cls, min_remote_tokens: int, stale_ms: float) -> Weigher | None:
+        """None where it cannot be compiled: numpy does the same then, slower."""
+        library = _library()
+        return cls(library, min_remote_tokens, stale_ms) if library is not None else None
+
+    def weigh(
+        self,
+        table: PairTable,
+        query: RouteQuery,
+        holders: Holders,
+        ask: Ask,
+        prices: Prices,
+        now_ms: float,
+    ) -> Weighed:
+        """As ``GoodputPolicy.weigh``."""
+        parts = table.parts or self._parts(table)
+        depths = table.depths(holders)
+        row_of = table.row_of
+        excluded = array("q", [row_of[name] for name in query.exclude if name in row_of])
+        last, quantile, now_ns = ask.last, ask.quantile, ask.now_ns
+        last_prefill = last_decode = -1
+        if last is not None:
+            last_prefill, last_decode = _row(row_of, last.prefill), _row(row_of, last.decode)
+        remote, local, tpot = ask.remote, ask.local, ask.tpot
+        _QUERY.pack_into(
+            self._query,
+            0,
+            query.num_prompt_tokens,
+            ask.output_tokens,
+            NEVER if ask.ttft_ms is None else ask.ttft_ms,
+            ask.left_ms,
+            NEVER if ask.tpot_ms is None else ask.tpot_ms,
+            quantile,
+            now_ms,
+            self._stale_ms,
+            self._min_remote,
+            prices.prefill,
+            prices.decode,
+            ask.press.line_ms,
+            ask.press.worth_ms,
+            last.worth_ms if last is not None else 0.0,
+            table.rate or 0.0,
+            table.budget or 0.0,
+            query.needs_whole_prompt,
+            ask.spares_residents,
+            table.prompts.has_strange,
+            _row(row_of, ask.left_alone),
+            last_prefill,
+            last_decode,
+            depths.buffer_info()[0],
+            excluded.buffer_info()[0],
+            len(excluded),
+            ask.shares.address,
+            self._bounds_at,
+            len(BOUNDS),
+            *_residuals(remote, quantile, now_ns),
+            *_residuals(local, quantile, now_ns),
+            *_residuals(tpot, quantile, now_ns),
+        )
+        self._library.weigh(parts.buffer_info()[0], self._query_at, self._answer_at)
+        return self._told(table, query)
+
+    def _parts(self, table: PairTable) -> array[int]:
+        """Where the table's columns are. It keeps them, and this with them."""
+        count, num_decodes = table.num_prefills, len(table.local.views)
+        size = self._library.workspace_size(count, num_decodes)
+        table.workspace = np.empty(size)
+        columns = (
+            table.prompts.rows,
+            table.decodes.rows,
+            table.prompts.longest,
+            table.block_sizes,
+            table.decodes.mixed,
+            table.speed,
+            table.rates,
+            table.fetch_min,
+            table.workspace,
+        )
+        assert all(column.flags.c_contiguous for column in columns)
+        addresses = [column.ctypes.data for column in columns]
+        table.parts = array("q", [count, num_decodes, *addresses])
+        return table.parts
+
+    def _told(self, table: PairTable, query: RouteQuery) -> Weighed:
+        work, floor, ttft, tpot, ready, num_workers, obstacle, count = _ANSWER.unpack_from(
+            self._answer
+        )
+        candidates = [self._candidate(table, query, place) for place in range(int(count))]
+        return Weighed(
+            candidates, work, floor, ttft, tpot, ready, int(num_workers), OBSTACLES[int(obstacle)]
+        )
+
+    def _candidate(self, table: PairTable, query: RouteQuery, place: int) -> Candidate:
+        at = _ANSWER.size + place * _CANDIDATE.size
+        numbers = _CANDIDATE.unpack_from(self._answer, at)
+        row, column, cost, cached, uncached, wait, prefill, ttft, factor = numbers[:9]
+        decode_cached, seqs, tpot, is_full = numbers[9:]
+        held = int(decode_cached)
+        decode = DecodeOption(
+            table.decodes.views[int(column)],
+            held,
+            query.num_prompt_tokens - held,
+            int(seqs),
+            tpot,
+            0.0,
+            is_full != 0.0,
+        )
+        view, reason = decode.view, LocalPrefillReason.NONE
+        if row >= 0:
+            view = table.prefills.views[int(row)]
+        else:
+            has_prefill = bool(table.prefills.num_usable)
+            found = local_prefill_reason(decode, has_prefill, self._min_remote)
+            reason = found or LocalPrefillReason.POLICY
+        option = PrefillOption(view, int(cached), int(uncached), wait, prefill, ttft, factor)
+        return Candidate(decode, option, reason, cost)
+
+
+def _residuals(found: Residuals, quantile: float, now_ns: int) -> tuple[float, int, int]:
+    ratio = found.ratio(quantile, now_ns)  # which forgets what is old
+    address, count = found.ordered.buffer_info()
+    return ratio, address, count
+
+
+def _row(row_of: dict[InstanceId, int], name: InstanceId | None) -> int:
+    return row_of.get(name, -1) if name is not None else -1
+
+
+def _buffer(size: int) -> tuple[array[int], int]:
+    """Memory that stays where it is."""
+    memory = array("B", bytes(size))
+    return memory, memory.buffer_info()[0]
+
+
+@cache
+def _library() -> Library | None:
+    """One for the process."""
+    try:
+        return load_library()
+    except BuildError as error:
+        _log.warning("the compiled policy is not there, numpy does it", why=str(error))
+        return None
