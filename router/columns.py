@@ -31,13 +31,19 @@ class PromptColumns:
     """How prompts fare on some instances, one entry each: prefill, decode or mixed ones.
 
     A window of a block [columns, entries] that a table's two kinds of instances share, so that one
-    operation serves both; each column is contiguous.
+    operation serves both; each column is contiguous. ``sides``: where each kind is in it.
     """
 
     NUM_COLUMNS = 14
 
-    def __init__(self, views: list[InstanceView], block: Floats) -> None:
+    def __init__(
+        self,
+        views: list[InstanceView],
+        block: Floats,
+        sides: tuple[slice, ...] = (slice(None),),
+    ) -> None:
         self.views = views
+        self.sides = sides
         self.longest: Floats = np.array([view.longest_prompt for view in views], np.float64)
         self.shortest = float(self.longest.min()) if views else 0.0  # that all of them can take
         self.num_usable = 0  # of a table's two kinds

@@ -24,6 +24,7 @@ from isthmus.common.ids import InstanceId
 from isthmus.router.columns import Bools, Floats, PromptColumns
 from isthmus.router.lengths import Shares
 from isthmus.router.links import SETUP_MS
+from isthmus.router.predictor import MAX_DOUBT_MS
 from isthmus.router.quantiles import FLOOR_MS, Residuals, ratio_of
 from isthmus.router.sessions import LastServed
 from isthmus.router.table import Holders, PairTable
@@ -240,18 +241,30 @@ def _fetched(
 
 def waits(columns: PromptColumns, stale_ms: float, now_ms: float) -> Floats:
     """What this router has sent, less what has been done of it; what others have sent, as far
-    as the last report told; and doubt, which grows with silence and with a prompt's delay."""
+    as the last report told; and doubt, for silence and for a prompt's delay."""
     done = (now_ms - columns.head_since) / columns.factor
     wait: Floats = columns.prompts - np.minimum(columns.head, done)
     done -= columns.head_late
     wait += np.maximum(done, 0.0, out=done)
     is_stale = now_ms - least(columns.heard_at) > stale_ms
     if is_stale or columns.has_strange:
-        age = np.maximum(now_ms - columns.heard_at, 0.0)
-        wait += np.maximum(columns.strange - np.minimum(age, stale_ms), 0.0)
-        wait += np.maximum(age - stale_ms, 0.0)
+        wait += _unreported(columns, stale_ms, now_ms)
     wait *= columns.factor
     return wait
+
+
+def _unreported(columns: PromptColumns, stale_ms: float, now_ms: float) -> Floats:
+    """What others have sent and no report tells the end of, and doubt of who is silent while others
+    of its kind report. Where nobody does it is the way here that fails, or this process that
+    stood still: they work on as they did, and doubt would keep all of them idle."""
+    age = np.maximum(now_ms - columns.heard_at, 0.0)
+    trusted = np.minimum(age, stale_ms)
+    for side in columns.sides:
+        if least(age[side] + columns.barred[side]) > stale_ms:
+            trusted[side] = age[side]
+    unreported: Floats = np.maximum(columns.strange - trusted, 0.0)
+    unreported += np.minimum(age - trusted, MAX_DOUBT_MS)
+    return unreported
 
 
 def _humble(

@@ -26,6 +26,7 @@ EXPECTED_OUTPUT_TOKENS = 128  # ô: only right in the mean; a request's own limi
 FACTOR_SMOOTHING = 0.1
 FACTOR_RANGE = (0.2, 5.0)
 MAX_SURPRISE = 1.5  # as which one measurement counts at most
+MAX_DOUBT_MS = 2_000.0  # of an instance that is silent: the last one there is must still be used
 RATIO_FLOOR_MS = 10.0  # constant overheads must not read as a slow instance when times are tiny
 UNMEASURED_BYTES_PER_MS = 1e6  # 1 GB/s: a modest link; chunks travel while later ones compute
 
@@ -79,9 +80,9 @@ class Predictor:
         uncached = query.num_prompt_tokens - cached
         queued_ms = 0.0
         if view.load is not None:
-            # A silent instance is neither idle nor full: its last view holds, with growing doubt.
+            # A silent instance is neither idle nor full: its last view holds, with some doubt.
             age_ms = (now_ns - view.load_at_ns) / NS_PER_MS
-            doubt_ms = age_ms - self._stale_load_ms
+            doubt_ms = min(age_ms - self._stale_load_ms, MAX_DOUBT_MS)
             if doubt_ms > 0:
                 queued_ms = max(0.0, view.reported_work_ms - self._stale_load_ms) + doubt_ms
             elif age_ms < view.reported_work_ms:
@@ -115,7 +116,7 @@ class Predictor:
             free_blocks += load.free_blocks - load.num_blocks
             doubt_ms = (now_ns - view.load_at_ns) / NS_PER_MS - self._stale_load_ms
             if doubt_ms > 0:
-                wait_ms = doubt_ms
+                wait_ms = min(doubt_ms, MAX_DOUBT_MS)
         model = view.latency
         step_ms = view.decode_factor * (
             model.decode_base

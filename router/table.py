@@ -52,7 +52,8 @@ class PairTable:
         count, everybody = len(prefills), [*prefills, *decodes]
         self.num_prefills = count
         block = np.zeros((PromptColumns.NUM_COLUMNS, len(everybody)))
-        self.prompts = PromptColumns(everybody, block)
+        sides = slice(count), slice(count, None)
+        self.prompts = PromptColumns(everybody, block, sides)
         self.prefills = PromptColumns(prefills, block[:, :count])
         self.local = PromptColumns(decodes, block[:, count:])
         self.decodes = DecodeColumns(decodes)

@@ -18,7 +18,7 @@ class RouterConfig(Node):
         "power_of_two",
         "prefix_only",
     ] = Field(
-        "least_predicted_load",
+        "goodput",
         description="which pair of instances serves a request; goodput also decides when, and whom "
         "overload leaves out",
     )

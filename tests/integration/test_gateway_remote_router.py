@@ -29,7 +29,7 @@ from isthmus.common.types import RouteDecision
 from isthmus.gateway import pulse
 from isthmus.gateway.remote_router import RemoteDecider
 from isthmus.protos.v1 import router_pb2 as pb
-from isthmus.router import Held, Outcome, OutcomeKind, RouteQuery, Verdict, service
+from isthmus.router import Held, Outcome, OutcomeKind, Rejected, RouteQuery, Verdict, service
 from isthmus.router.explain_client import explain, find_deciders
 from isthmus.router.explain_host import ExplainHost
 from isthmus.router.wire import query_to_pb
@@ -121,18 +121,10 @@ async def test_a_refusal_arrives_with_all_that_it_says(
     registry: MemoryRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with led(registry) as (leader, decider):
-
-        def refuse(_: RouteQuery) -> RouteDecision:
-            raise CapacityError(
-                "full",
-                stage="route",
-                retry_after_ms=7_000,
-                reason="why",
-                predicted_ms=2,
-                limit_ms=1,
-            )
-
-        monkeypatch.setattr(leader.router, "route", refuse)
+        full = CapacityError(
+            "full", stage="route", retry_after_ms=7_000, reason="why", predicted_ms=2, limit_ms=1
+        )
+        monkeypatch.setattr(leader.router, "submit", lambda _: Rejected(full))
         asker = Asker()
         decider.ask(make_query(), asker, may_wait=True)
         await asyncio.wait_for(asker.heard.wait(), 20)

@@ -103,6 +103,10 @@ class FakeDecode:
     def requests(self) -> list[common_pb2.Request]:
         return [submit.request for submit in self.submitted]
 
+    @property
+    def is_up(self) -> bool:
+        return self._server is not None
+
     async def start(self) -> FakeDecode:
         self._server = create_server()
         decode_pb2_grpc.add_DecodeServiceServicer_to_server(_DecodeServicer(self), self._server)

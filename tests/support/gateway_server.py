@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 
 import httpx
@@ -25,6 +26,8 @@ from tests.support.fake_decode import FakeDecode
 from tests.support.poll import poll_until
 from tests.support.tiny_tokenizer import write_tiny_model
 
+REPORT_PERIOD_S = 0.2  # much more often than a router begins to doubt who is silent
+
 
 @dataclass
 class RunningGateway:
@@ -33,6 +36,7 @@ class RunningGateway:
     router: Router
     tokenizer: TextTokenizer
     server: HttpServer
+    joined: list[FakeDecode] = field(default_factory=list)
 
     def openai(self, api_key: str = "none", max_retries: int = 0) -> openai.AsyncOpenAI:
         return openai.AsyncOpenAI(
@@ -49,8 +53,17 @@ class RunningGateway:
         """Registers the instance and waits until its stream is open."""
         self.router.state.registered(fake.info)
         self.router.state.reported(fake.load_report())
+        self.joined.append(fake)
         self.gateway.decode_client.follow(self.gateway.router.decode_refs())
         await poll_until(lambda: self.gateway.decode_client.is_live(fake.info.instance_id))
+
+    async def report_on(self) -> None:
+        """What a feed would bring of whoever has joined and lives."""
+        for seq in count(2):
+            await asyncio.sleep(REPORT_PERIOD_S)
+            for fake in self.joined:
+                if fake.is_up:
+                    self.router.state.reported(fake.load_report(seq))
 
 
 @asynccontextmanager
@@ -67,7 +80,11 @@ async def running_gateway(
             for fake in fakes:
                 await fake.start()
                 await running.join(fake)
-            yield running
+            reporting = asyncio.create_task(running.report_on())
+            try:
+                yield running
+            finally:
+                reporting.cancel()
             await poll_until(lambda: running.gateway.limiter.num_inflight == 0)
             assert running.gateway.decode_client.num_requests() == 0
             assert router.snapshot().num_reservations == 0
