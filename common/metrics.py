@@ -205,7 +205,7 @@ CANARY_MISMATCH = Counter(
 )
 CANARY_TOKENS = Counter(
     "isthmus_canary_prompt_tokens",
-    "Prompt tokens computed for such comparisons; isthmus_computed_prompt_tokens counts them too",
+    "Prompt tokens computed for them; isthmus_computed_prompt_tokens_total counts them, too",
     ["role", "instance"],
 )
 NOTIFICATIONS_IGNORED = Counter(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
-import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -19,6 +18,8 @@ import hypothesis
 import pytest
 import pytest_asyncio
 import structlog
+
+from tests.support.ports import held_port
 
 # The default run tries the same cases every time, so that what it says about a commit is about that
 # commit; `--hypothesis-profile=explore` looks for new ones.
@@ -39,11 +40,10 @@ def pytest_configure() -> None:
 
 
 @pytest.fixture
-def free_port() -> int:
-    """A port on the loopback interface that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def free_port() -> Iterator[int]:
+    """A port on which nobody listens but who is told to: see ``held_port``."""
+    with held_port() as port:
+        yield port
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-import socket
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
@@ -21,6 +20,7 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from isthmus.common.addresses import split_address
 from isthmus.common.clock import SystemClock
 from isthmus.common.cluster import InstanceInfo, Role
 from isthmus.common.config import ClusterConfig, EngineConfig, ModelConfig
@@ -61,7 +61,7 @@ def serving_config(model: Path | str, **sections: dict[str, Any]) -> ClusterConf
         "transfer": {"quarantine_ms": 300},
         "router": {"policy": "round_robin", "min_remote_tokens": 0},
         "registry": {"lease_ms": 2_000},
-        "gateway": {"port": _free_port()},
+        "gateway": {"port": 0},
         "logging": {"level": "debug"},
     }
     for name, section in sections.items():
@@ -373,19 +373,4 @@ async def serving(
 async def restart_registry(cluster: WorkerCluster) -> None:
     """A new one at the old address that remembers nothing."""
     cluster.registry = RegistryServer()
-    host, _, port = cluster.registry_address.rpartition(":")
-    ends = time.monotonic() + 10
-    while True:
-        try:
-            await cluster.registry.start(host, int(port))
-            return
-        except Exception:
-            if time.monotonic() > ends:
-                raise
-            await asyncio.sleep(POLL_S)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    await cluster.registry.start(*split_address(cluster.registry_address))

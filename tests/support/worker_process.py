@@ -27,6 +27,7 @@ from isthmus.common.registry.embedded import RegistryServer
 from isthmus.protos.convert.instances import info_from_pb
 from isthmus.protos.v1 import common_pb2
 from tests.support.poll import poll_until
+from tests.support.ports import held_port
 
 MODULES = {
     Role.PREFILL: "isthmus.prefill_worker.main",
@@ -121,7 +122,10 @@ class WorkerProcess(ChildProcess):
 
 
 class WorkerCluster:
-    """A registry in this process and workers as children. Use as an async context manager."""
+    """A registry in this process and workers as children. Use as an async context manager.
+
+    The ports of the registry and of a gateway without one are held, so that both can come back.
+    """
 
     def __init__(self, config: ClusterConfig, folder: Path) -> None:
         self.config = config
@@ -134,7 +138,12 @@ class WorkerCluster:
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> WorkerCluster:
-        self.registry_address = await self.registry.start("127.0.0.1", 0)
+        if self.config.gateway.port == 0:
+            port = self._stack.enter_context(held_port())
+            gateway = self.config.gateway.model_copy(update={"port": port})
+            self.config = self.config.model_copy(update={"gateway": gateway})
+        registry_port = self._stack.enter_context(held_port())
+        self.registry_address = await self.registry.start("127.0.0.1", registry_port)
         self._stack.push_async_callback(self._stop_registry)
         return self
 

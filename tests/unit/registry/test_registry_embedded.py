@@ -64,10 +64,11 @@ async def test_closing_a_watch_frees_it_on_the_server() -> None:
 
 
 @pytest.mark.asyncio
-async def test_resumed_watch_tells_what_changed_while_the_registry_was_away() -> None:
+async def test_resumed_watch_tells_what_changed_while_the_registry_was_away(
+    free_port: int,
+) -> None:
     server = RegistryServer()
-    address = await server.start("127.0.0.1", 0)
-    port = int(address.rpartition(":")[2])
+    address = await server.start("127.0.0.1", free_port)
     for key in ("gone", "same", "changed"):
         await server.registry.put(f"/i/{key}", b"1")
     client = EmbeddedRegistryClient(address)
@@ -81,7 +82,7 @@ async def test_resumed_watch_tells_what_changed_while_the_registry_was_away() ->
     restarted = RegistryServer()
     await restarted.registry.put("/i/same", b"1")
     await restarted.registry.put("/i/changed", b"2")
-    await restarted.start("127.0.0.1", port)
+    await restarted.start("127.0.0.1", free_port)
     gone = await asyncio.wait_for(pending, WAIT_S)
     changed = await asyncio.wait_for(anext(watch), WAIT_S)
     assert (gone.key, gone.entry) == ("/i/gone", None)

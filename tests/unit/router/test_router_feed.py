@@ -40,9 +40,10 @@ class Bed:
         role: Role,
         epoch: int = 1,
         lease_id: int = 0,
+        port: int = 0,
     ) -> FakeInstance:
         instance = FakeInstance(make_info(name, role, epoch=epoch))
-        await instance.start()
+        await instance.start(port)
         self.instances[f"{name}@{epoch}"] = instance
         await instance.register(self.registry, lease_id=lease_id)
         return instance
@@ -156,16 +157,15 @@ async def test_killed_instance_is_out_at_once_and_lost_with_its_lease() -> None:
 
 
 @pytest.mark.asyncio
-async def test_suspect_instance_returns_with_its_stream() -> None:
+async def test_suspect_instance_returns_with_its_stream(free_port: int) -> None:
     async with open_bed() as bed:
-        decode = await bed.join("d0", Role.DECODE)
+        decode = await bed.join("d0", Role.DECODE, port=free_port)
         await bed.until_heard("d0")
-        port = int(decode.info.address.rpartition(":")[2])
         await decode.stop()
         await poll_until(lambda: bed.is_suspect("d0"))
         changes: list[bool] = []
         bed.router.state.on_change = lambda: changes.append(bed.is_suspect("d0"))
-        await decode.start(port)
+        await decode.start(free_port)
         await poll_until(lambda: not bed.is_suspect("d0"))
         assert changes[-1] is False
         assert bed.router.route(make_query()).decode == decode.info.ref
@@ -183,13 +183,13 @@ async def test_silent_instance_becomes_suspect_and_returns() -> None:
 
 
 @pytest.mark.asyncio
-async def test_an_instance_that_starts_need_not_answer_yet() -> None:
+async def test_an_instance_that_starts_need_not_answer_yet(free_port: int) -> None:
     """That is no fault, but ready it is not chosen before it was heard; dead, it goes."""
     async with open_bed(stale_load_ms=60_000) as bed:  # no slow report is taken for silence
         with capture_logs() as logs:
             starting = FakeInstance(make_info("d0", Role.DECODE, state=InstanceState.STARTING))
             bed.instances["d0@1"] = starting
-            port = int((await starting.start()).address.rpartition(":")[2])
+            await starting.start(free_port)
             await starting.stop()
             await starting.register(bed.registry)
             await poll_until(lambda: bed.is_suspect("d0"))
@@ -198,7 +198,7 @@ async def test_an_instance_that_starts_need_not_answer_yet() -> None:
             await poll_until(lambda: bed.state_of("d0") is InstanceState.READY)
             with pytest.raises(NoInstanceError):
                 bed.router.route(make_query())
-            await starting.start(port)
+            await starting.start(free_port)
             await bed.until_heard("d0")
             assert bed.router.route(make_query()).decode == starting.info.ref
         events = [entry["event"] for entry in logs]
