@@ -29,6 +29,7 @@ def main() -> None:
             print(f"{name:17}{summary(name)}")
         sys.exit(0 if len(sys.argv) < 2 else 2)
     name = sys.argv.pop(1)
+    sys.argv[0] = f"benchmarks.{name}"  # what --help calls it
     runpy.run_module(f"benchmarks.{name}", run_name="__main__")
 
 
