@@ -141,6 +141,22 @@ struct Forecast {
   double* costs;
 };
 
+// forecast._unreported, of one kind of instances.
+inline void unreported(Forecast& found, int64_t begin, int64_t end) {
+  const Table& table = found.table;
+  const double *heard_at = table.prompt(kHeardAt), *barred = table.prompt(kBarred);
+  const double* strange = table.prompt(kStrange);
+  double now = found.query.now_ms, stale = found.query.stale_ms, freshest = kNever;
+  for (int64_t row = begin; row < end; row++)
+    freshest = std::min(freshest, std::max(now - heard_at[row], 0.0) + barred[row]);
+  for (int64_t row = begin; row < end; row++) {
+    double age = std::max(now - heard_at[row], 0.0);
+    double trusted = freshest > stale ? age : std::min(age, stale);
+    double work = std::max(strange[row] - trusted, 0.0);
+    found.all.wait[row] += work + std::min(age - trusted, kMaxDoubtMs);
+  }
+}
+
 inline void waits(Forecast& found) {
   const Table& table = found.table;
   const Query& query = found.query;
@@ -148,19 +164,16 @@ inline void waits(Forecast& found) {
   const double *factor = table.prompt(kFactor), *prompts = table.prompt(kPrompts);
   const double *head = table.prompt(kHead), *head_since = table.prompt(kHeadSince);
   const double *head_late = table.prompt(kHeadLate), *heard_at = table.prompt(kHeardAt);
-  const double* strange = table.prompt(kStrange);
   double *wait = found.all.wait, now = query.now_ms, stale = query.stale_ms;
   for (int64_t row = 0; row < count; row++) {
     double done = (now - head_since[row]) / factor[row];
     wait[row] = prompts[row] - std::min(head[row], done);
     wait[row] += std::max(done - head_late[row], 0.0);
   }
-  if (query.has_strange || now - least(heard_at, count) > stale)
-    for (int64_t row = 0; row < count; row++) {
-      double age = std::max(now - heard_at[row], 0.0);
-      wait[row] += std::max(strange[row] - std::min(age, stale), 0.0);
-      wait[row] += std::max(age - stale, 0.0);
-    }
+  if (query.has_strange || now - least(heard_at, count) > stale) {
+    unreported(found, 0, table.num_prefills);
+    unreported(found, table.num_prefills, count);
+  }
   for (int64_t row = 0; row < count; row++) wait[row] *= factor[row];
 }
 

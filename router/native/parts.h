@@ -10,9 +10,10 @@
 namespace isthmus {
 
 constexpr double kNever = std::numeric_limits<double>::infinity();
-constexpr double kFloorMs = 10.0;     // quantiles.FLOOR_MS
-constexpr int64_t kMaxHolders = 4;    // forecast.MAX_HOLDERS
-constexpr int64_t kMaxCandidates = 4; // choice.listed
+constexpr double kFloorMs = 10.0;       // quantiles.FLOOR_MS
+constexpr double kMaxDoubtMs = 2000.0;  // predictor.MAX_DOUBT_MS
+constexpr int64_t kMaxHolders = 4;      // forecast.MAX_HOLDERS
+constexpr int64_t kMaxCandidates = 4;   // choice.listed
 
 // Columns of PromptColumns and of DecodeColumns, in their order.
 enum PromptColumn {

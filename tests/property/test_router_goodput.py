@@ -113,6 +113,14 @@ class Scene:
             case _:
                 self.cluster.router.tick()
 
+    def fall_silent(self) -> None:
+        """Time without news, and then some of some."""
+        rnd = self.random
+        self.cluster.clock.advance_ms(rnd.choice([0.0, 0.0, 1.5, 10.0]) * STALE_MS)
+        for name in rnd.sample(self.names, rnd.randrange(len(self.names) + 1)):
+            if rnd.random() < 0.5:
+                self.cluster.report(name, waiting_seqs=rnd.choice([0, 2]), waiting_tokens=700)
+
     def query(self) -> RouteQuery:
         rnd = self.random
         number = f"r{rnd.getrandbits(60)}"
@@ -175,6 +183,7 @@ def test_the_choice_is_that_of_looking_at_every_pair(seed: int) -> None:
     scene = Scene(seed)
     for _ in range(scene.random.randrange(40)):
         scene.happen()
+    scene.fall_silent()
     table, rnd = scene.table(), scene.random
     min_remote = rnd.choice([0, 64])
     policy = GoodputPolicy(STALE_MS, min_remote, exploration=0.0, is_compiled=False)
@@ -214,6 +223,7 @@ def test_the_compiled_policy_says_what_numpy_says_to_the_last_bit(seed: int) -> 
     scene = Scene(seed)
     for _ in range(scene.random.randrange(40)):
         scene.happen()
+    scene.fall_silent()
     table, rnd = scene.table(), scene.random
     min_remote = rnd.choice([0, 64])
     exploration = rnd.choice([0.0, 0.5])

@@ -20,6 +20,7 @@ from isthmus.router.cluster_view import PROMPT_MEMORY_MS
 from isthmus.router.columns import OVERDUE, DecodeColumns, PromptColumns
 from isthmus.router.forecast import MAX_HOLDERS, MAX_SHARE, NEVER, Ask, most_ratio
 from isthmus.router.links import SETUP_MS
+from isthmus.router.predictor import MAX_DOUBT_MS
 from isthmus.router.prices import Prices
 from isthmus.router.quantiles import FLOOR_MS
 from isthmus.router.table import PairTable
@@ -95,14 +96,20 @@ def prompt_on(
     head = float(columns.head[row])
     overdue = max(done - OVERDUE * head, 0.0) if head > 0.0 else 0.0
     own = float(columns.prompts[row]) - min(head, done) + overdue
-    strange = max(float(columns.strange[row]) - min(age, stale_ms), 0.0)
-    wait = (own + strange + max(age - stale_ms, 0.0)) * factor
+    trusted = age if is_silent_side(columns, stale_ms, now_ms) else min(age, stale_ms)
+    unreported = max(float(columns.strange[row]) - trusted, 0.0) + min(age - trusted, MAX_DOUBT_MS)
+    wait = (own + unreported) * factor
     is_fit = num_tokens <= view.longest_prompt
     is_usable = columns.barred[row] == 0.0 and is_fit and view.instance_id not in query.exclude
     least = prefill / factor if is_fit else NEVER
     return Prompt(
         cached, uncached, wait, prefill, is_usable, least, wait <= float(columns.ahead[row])
     )
+
+
+def is_silent_side(columns: PromptColumns, stale_ms: float, now_ms: float) -> bool:
+    usable = [row for row, barred in enumerate(columns.barred) if barred == 0.0]
+    return all(now_ms - float(columns.heard_at[row]) > stale_ms for row in usable)
 
 
 def fetched(
