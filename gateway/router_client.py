@@ -158,10 +158,7 @@ class RouterClient:
         return (
             view.instance_id
             for view in self._router.cluster
-            if view.info.role is not Role.PREFILL
-            and view.info.state is InstanceState.READY
-            and not view.is_suspect
-            and view.breaker.allows(now_ns)
+            if view.info.role is not Role.PREFILL and view.is_usable(now_ns)
         )
 
     def decode_refs(self) -> list[InstanceRef]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from math import exp
 
 from isthmus.common.clock import NS_PER_MS
-from isthmus.common.cluster import InstanceInfo, LatencyModel, LoadReport, Role
+from isthmus.common.cluster import InstanceInfo, InstanceState, LatencyModel, LoadReport, Role
 from isthmus.common.ids import InstanceId
 from isthmus.common.types import InstanceRef
 from isthmus.router.breaker import Breaker
@@ -22,6 +22,7 @@ from isthmus.router.learned_latency import LearnedLatency
 from isthmus.router.pairing import CompatKey, compat_key, fed_keys, pairing_problems
 
 MAX_LOST = 64
+_READY = InstanceState.READY  # looked up for every instance and decision
 FADES_AFTER_MS, FADE_MS = 5_000.0, 10_000.0
 PROMPT_MEMORY_MS = 4_000.0
 """How long prompts that were computed beside decodes count for what those are held up."""
@@ -74,6 +75,15 @@ class InstanceView:
     def latency(self) -> LatencyModel:
         """As fitted at boot and corrected by measured steps since."""
         return self.learned.model
+
+    def is_usable(self, now_ns: int) -> bool:
+        """May be chosen now, whatever is asked: who counts as ready to the router and to those who
+        wait for it. ``admission.filter_reason`` and a snapshot name what is in the way."""
+        return (
+            self.info.state is _READY
+            and not self.is_suspect
+            and (self.breaker.is_closed or self.breaker.allows(now_ns))
+        )
 
     def prefill_ms(self, uncached: int, cached: int) -> float:
         """Of a prompt in steps of its own, by the model alone."""

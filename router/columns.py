@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from isthmus.common.clock import NS_PER_MS
-from isthmus.common.cluster import InstanceState, Role
+from isthmus.common.cluster import Role
 from isthmus.router.cluster_view import PROMPT_MEMORY_MS, InstanceView
 from isthmus.router.ledger import NO_LIMIT, PendingLoad
 
@@ -77,7 +77,7 @@ class PromptColumns:
             num_seqs = report.waiting_seqs + report.running_seqs
             strange = view.reported_work_ms * load.num_strange / num_seqs
         ahead = max(AHEAD_MS, AHEAD_BASES * model.prefill_base)
-        may_be_chosen = is_usable(view, now_ns)
+        may_be_chosen = view.is_usable(now_ns)
         self.rows[:, row] = (
             model.prefill_base * factor,
             model.prefill_token * factor,
@@ -202,12 +202,3 @@ class DecodeColumns:
             large = self.large_base + self.large_seq + self.large_ctx * num_tokens
             step = np.where(self.large_batch <= 1.0, large, step)
         return step
-
-
-def is_usable(view: InstanceView, now_ns: int) -> bool:
-    """May be chosen, whatever is asked. The rules of ``admission.filter_reason``."""
-    return (
-        view.info.state is InstanceState.READY
-        and not view.is_suspect
-        and (view.breaker.is_closed or view.breaker.allows(now_ns))
-    )

@@ -59,7 +59,7 @@ class RouterSnapshot:
 
 def take_snapshot(state: RouterState, policy: str, now_ns: int) -> RouterSnapshot:
     views = sorted(state.cluster, key=lambda view: view.instance_id)
-    usable = [view for view in views if not _obstacle(view, now_ns)]
+    usable = [view for view in views if view.is_usable(now_ns)]
     decodes = {view.key for view in usable if view.info.role is Role.DECODE}
     fed = {key for view in usable if view.info.role is Role.PREFILL for key in view.fed_keys}
     return RouterSnapshot(
@@ -99,7 +99,7 @@ def _instance(state: RouterState, view: InstanceView, now_ns: int) -> InstanceSn
         epoch=info.epoch,
         address=info.address,
         model=info.model,
-        is_usable=not obstacle,
+        is_usable=view.is_usable(now_ns),
         problem="; ".join(part for part in (obstacle, view.problem) if part),
         is_registered=view.is_registered,
         breaker=view.breaker.state(now_ns).value,
