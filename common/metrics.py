@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from prometheus_client import Counter, Gauge, Histogram
 
+from isthmus.common.tally import TallyHistogram
+
 _FAST = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
 _LATENCY = (0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2, 3, 5, 7.5, 10, 20, 40, 80)
 _PER_TOKEN = (0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.5, 1)
@@ -72,8 +74,8 @@ TPOT = Histogram(
     ["slo_class"],
     buckets=_PER_TOKEN,
 )
-ITL = Histogram(
-    "isthmus_itl_seconds", "Gap between two output tokens at the gateway", buckets=_PER_TOKEN
+ITL = TallyHistogram(
+    "isthmus_itl_seconds", "Gap between two output tokens at the gateway", _PER_TOKEN
 )
 E2E = Histogram(
     "isthmus_e2e_seconds",
