@@ -52,11 +52,14 @@ def render_plain(_logger: object, _method: str, event: MutableMapping[str, Any])
 
 
 _QUOTED = re.compile(r"""[\s="']""")
+_PLAIN = re.compile("[!#-&(-<>-~]*")  # what most are, of the characters that need no quotes
 
 
 def _shown(value: object) -> str:
-    is_plain = isinstance(value, str) and value.isprintable() and not _QUOTED.search(value)
-    return str(value) if is_plain else repr(value)
+    if not isinstance(value, str):
+        return repr(value)
+    is_plain = _PLAIN.fullmatch(value) or (value.isprintable() and not _QUOTED.search(value))
+    return value if is_plain else repr(value)
 
 
 def get_logger(name: str) -> Logger:

@@ -61,8 +61,10 @@ class Timeline:
         self._at_ns.pop(event, None)
 
     def merge(self, other: Timeline) -> None:
+        known = self._at_ns
         for event, at_ns in other._at_ns.items():
-            self.mark(event, at_ns)
+            if event not in known:
+                known[event] = at_ns
 
     def at_ns(self, event: Event) -> int | None:
         return self._at_ns.get(event)

@@ -55,6 +55,8 @@ class ChoiceState(Enum):
     ABORTED = "aborted"
     FAILED = "failed"
 
+    __hash__ = object.__hash__  # looked up many times a request
+
 
 _ENDS = frozenset({ChoiceState.FINISHED, ChoiceState.ABORTED, ChoiceState.FAILED})
 CHOICE_TRANSITIONS: Transitions[ChoiceState] = Transitions(
@@ -202,9 +204,9 @@ class Choice:
     ) -> None:
         if self.is_done:
             return
-        self.prompt_logprobs.extend(prompt_logprobs)
-        self._output.push(token_ids, logprobs)
-        if self._output.is_stopped:
+        if prompt_logprobs:
+            self.prompt_logprobs.extend(prompt_logprobs)
+        if self._output.push(token_ids, logprobs):
             self._leave_instance("stop string")
             self._finish(FinishReason.STOP, None)
             return

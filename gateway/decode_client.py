@@ -9,9 +9,9 @@ comes back by its own until ``follow`` says that the instance has gone.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import grpc.aio
 
@@ -45,6 +45,8 @@ from isthmus.protos.v1 import decode_pb2_grpc
 FIRST_BACKOFF_S = 0.1
 LAST_BACKOFF_S = 1.0
 CONNECT_S = 10.0  # until who is there but says nothing is taken for out of reach
+
+EventT = TypeVar("EventT", pb.Started, pb.TokenDelta, pb.Finished, pb.Failed)
 
 _log = get_logger("decode_client")
 
@@ -263,39 +265,29 @@ class _Stream:
                 await call.write(await outgoing.get())
 
     def _dispatch(self, response: pb.GenerateResponse) -> None:
+        sinks = self._sinks
         for started in response.started:
-            if sink := self._sinks.get(started.request_id):
-                self._deliver(sink, started)
+            if sink := sinks.get(started.request_id):
+                self._deliver(_deliver_started, sink, started)
         for delta in response.deltas:
-            if sink := self._sinks.get(delta.request_id):
-                self._deliver(sink, delta)
+            if sink := sinks.get(delta.request_id):
+                self._deliver(_deliver_tokens, sink, delta)
         for finished in response.finished:
-            if sink := self._sinks.pop(finished.request_id, None):
-                self._deliver(sink, finished)
+            if sink := sinks.pop(finished.request_id, None):
+                self._deliver(_deliver_end, sink, finished)
         for failed in response.failed:
-            if sink := self._sinks.pop(failed.request_id, None):
-                self._deliver(sink, failed)
+            if sink := sinks.pop(failed.request_id, None):
+                self._deliver(_deliver_failure, sink, failed)
 
     def _deliver(
-        self, sink: GenerationSink, message: pb.Started | pb.TokenDelta | pb.Finished | pb.Failed
+        self, deliver: Callable[[GenerationSink, EventT], None], sink: GenerationSink, event: EventT
     ) -> None:
         try:
-            if isinstance(message, pb.TokenDelta):
-                logprobs = [logprob_from_pb(item) for item in message.logprobs]
-                of_prompt = [logprob_from_pb(item) for item in message.prompt_logprobs]
-                if message.HasField("timeline"):
-                    sink.on_timeline(timeline_from_pb(message.timeline))
-                sink.on_tokens(message.token_ids, logprobs, of_prompt)
-            elif isinstance(message, pb.Started):
-                sink.on_started(message.num_cached_tokens, message.failed_prefills)
-            elif isinstance(message, pb.Finished):
-                sink.on_finished(GenerationEnd(message))
-            else:
-                sink.on_failed(error_from_pb(message.error), message.failed_instance)
+            deliver(sink, event)
         except Exception as error:  # noqa: BLE001 (one request's fault must not end the others)
-            _log.exception("request failed in the gateway", request_id=message.request_id)
-            self._sinks.pop(message.request_id, None)
-            abort = pb.Abort(request_id=message.request_id, reason="gateway fault")
+            _log.exception("request failed in the gateway", request_id=event.request_id)
+            self._sinks.pop(event.request_id, None)
+            abort = pb.Abort(request_id=event.request_id, reason="gateway fault")
             self._outgoing.put_nowait(pb.GenerateRequest(abort=abort))
             sink.on_failed(_as_internal(error), "")
 
@@ -309,6 +301,29 @@ class _Stream:
             cause if cause.startswith(self.ref.instance_id) else f"{self.ref.instance_id} {cause}"
         )
         return InstanceLostError(text, stage="decode", instance_id=self.ref.instance_id)
+
+
+def _deliver_started(sink: GenerationSink, started: pb.Started) -> None:
+    sink.on_started(started.num_cached_tokens, started.failed_prefills)
+
+
+def _deliver_tokens(sink: GenerationSink, delta: pb.TokenDelta) -> None:
+    if delta.HasField("timeline"):
+        sink.on_timeline(timeline_from_pb(delta.timeline))
+    logprobs, of_prompt = delta.logprobs, delta.prompt_logprobs
+    sink.on_tokens(
+        delta.token_ids,
+        [logprob_from_pb(item) for item in logprobs] if logprobs else (),
+        [logprob_from_pb(item) for item in of_prompt] if of_prompt else (),
+    )
+
+
+def _deliver_end(sink: GenerationSink, finished: pb.Finished) -> None:
+    sink.on_finished(GenerationEnd(finished))
+
+
+def _deliver_failure(sink: GenerationSink, failed: pb.Failed) -> None:
+    sink.on_failed(error_from_pb(failed.error), failed.failed_instance)
 
 
 def _as_internal(error: Exception) -> IsthmusError:

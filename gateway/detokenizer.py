@@ -23,7 +23,7 @@ _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 class Detokenizer:
     """One per output sequence."""
 
-    __slots__ = ("_bytes", "_decoder", "_hidden", "_is_seeded")
+    __slots__ = ("_bytes", "_decoder", "_hidden", "_is_inside", "_is_seeded")
 
     def __init__(self, tokenizer: TextTokenizer, prompt_ids: Sequence[int] = ()) -> None:
         self._bytes = tokenizer.token_bytes
@@ -31,14 +31,17 @@ class Detokenizer:
         self._decoder = _Utf8Decoder("replace")
         seed = unfinished_tail(tokenizer, prompt_ids)
         self._decoder.decode(seed)
-        self._is_seeded = bool(seed)
+        self._is_seeded = self._is_inside = bool(seed)
 
     def push(self, token_ids: Iterable[int]) -> str:
         """The text that these tokens complete; ids outside the vocabulary and special ones hide."""
         table, hidden = self._bytes, self._hidden
         size = len(table)
         data = b"".join([table[i] for i in token_ids if i not in hidden and i < size])
+        if data.isascii() and not self._is_inside:
+            return data.decode()  # as most are; the decoder is one of Python's own, and slow
         text = self._decoder.decode(data)
+        self._is_inside = bool(self._decoder.getstate()[0])
         if self._is_seeded and text:
             self._is_seeded = False
             # The output did not finish the prompt's character: that loss is the prompt's.

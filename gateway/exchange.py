@@ -8,6 +8,7 @@ metrics are counted and one log line is written by ``Accounting``.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 
 from isthmus.common import metrics
 from isthmus.common.clock import NS_PER_S
@@ -15,28 +16,30 @@ from isthmus.common.errors import CancelledError, DeadlineError, IsthmusError
 from isthmus.common.timeline import Event, Timeline
 from isthmus.gateway.accounting import Accounting
 from isthmus.gateway.choice import Choice, ChoiceServices, ChoiceState
-from isthmus.gateway.plan import ChoiceDelta, GenerationPlan
+from isthmus.gateway.plan import GenerationPlan
 
 
 class Exchange:
-    """``start`` first; then ``wait`` and ``take`` until ``is_done``; ``close`` always."""
+    """``start`` first; then ``wait`` and ``take_changed`` until ``is_done``; ``close`` always."""
 
     def __init__(self, plan: GenerationPlan, services: ChoiceServices, timeline: Timeline) -> None:
         self.plan = plan
         self.timeline = timeline
         self.error: IsthmusError | None = None
+        self.is_done = False  # every choice has finished
         self.choices = [
             Choice(number * plan.num_choices + k, prompt, plan, services, self)
             for number, prompt in enumerate(plan.prompts)
             for k in range(plan.num_choices)
         ]
         self._clock = services.clock
-        self._news = asyncio.Event()
+        self._waiter: asyncio.Future[None] | None = None
         self._changed: dict[int, Choice] = {}
         self._num_done = 0
         self._has_begun = self._has_flushed = False
         self._accounting: Accounting | None = Accounting(self, services.clock, services.goodput)
-        self._deadline = asyncio.get_running_loop().call_later(self.seconds_left(), self._expire)
+        self._loop = asyncio.get_running_loop()
+        self._deadline = self._loop.call_later(self.seconds_left(), self._expire)
 
     # --- driven by the HTTP side ----------------------------------------------------------------
     def start(self) -> None:
@@ -50,10 +53,6 @@ class Exchange:
         for choice in self.choices[:: self.plan.num_choices]:
             if self.error is None:
                 choice.submit()
-
-    @property
-    def is_done(self) -> bool:
-        return self._num_done == len(self.choices)
 
     @property
     def has_token(self) -> bool:
@@ -77,23 +76,21 @@ class Exchange:
     async def wait(self) -> None:
         """Returns when there is something to take or all is done; raises what ended the request."""
         if not self._changed and not self.is_done:
-            await self._news.wait()
-        self._news.clear()
+            await self._next_news()
         if self.error is not None:
             raise self.error
 
     async def wait_all(self) -> None:
         """Returns when every choice has finished; raises what ended the request."""
         while not self.is_done:
-            await self._news.wait()
-            self._news.clear()
+            await self._next_news()
             if self.error is not None:
                 raise self.error
 
-    def take(self) -> list[tuple[Choice, ChoiceDelta]]:
-        """What each choice has gained since the last call, merged."""
+    def take_changed(self) -> Iterable[Choice]:
+        """Those that have gained something since the last call; what, each of them gives itself."""
         changed, self._changed = self._changed, {}
-        return [(choice, choice.take()) for choice in changed.values()]
+        return changed.values()
 
     def mark_flushed(self, *, has_content: bool) -> None:
         """Call after bytes have been handed to the client's connection."""
@@ -140,7 +137,8 @@ class Exchange:
         self._changed[choice.index] = choice
         if choice.state is ChoiceState.FINISHED:
             self._num_done += 1
-        self._news.set()
+            self.is_done = self._num_done == len(self.choices)
+        self._tell()
 
     def on_choice_failed(self, error: IsthmusError) -> None:
         """One sequence lost is the request lost: an answer with a hole in it helps nobody."""
@@ -148,6 +146,17 @@ class Exchange:
             self._end_with(error)
 
     # --- inside ---------------------------------------------------------------------------------
+    def _next_news(self) -> asyncio.Future[None]:
+        """One waits at a time. A future, not an event: there is one for each token."""
+        self._waiter = waiter = self._loop.create_future()
+        if self.error is not None:
+            waiter.set_result(None)
+        return waiter
+
+    def _tell(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
     def _fan_out(self, first: Choice) -> None:
         """The prompt's KV lies on the first choice's decode instance now: the others go there."""
         decision = first.decision
@@ -166,4 +175,4 @@ class Exchange:
         self.error = error
         for choice in self.choices:
             choice.abort(error.code)
-        self._news.set()
+        self._tell()

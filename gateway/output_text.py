@@ -28,6 +28,7 @@ class OutputText:
         self.num_tokens = 0
         self._detokenizer = Detokenizer(tokenizer, prompt_ids)
         self._scanner = StopScanner(stop_strings)
+        self._has_stop_strings = bool(stop_strings)
         self._stop_ids = frozenset(sampling.stop_token_ids)
         self._min_tokens = sampling.min_tokens
         self._held_stop: int | None = None
@@ -40,6 +41,15 @@ class OutputText:
     def ends_in_stop_token(self) -> bool:
         """The last token was a stop token where one ends the sequence."""
         return self._held_stop is not None and self.num_tokens > self._min_tokens
+
+    def try_push_all(self, token_ids: Sequence[int]) -> str | None:
+        """The text of tokens of which none can end the sequence, all counted; None, and nothing
+        done, when one by one they must be looked at."""
+        is_plain = not self._has_stop_strings and self._held_stop is None
+        if not is_plain or not self._stop_ids.isdisjoint(token_ids):
+            return None
+        self.num_tokens += len(token_ids)
+        return self._detokenizer.push(token_ids)
 
     def push(self, token_id: int) -> str:
         """Text to show now. A token behind a stop string is not counted."""

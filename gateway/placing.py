@@ -31,6 +31,8 @@ class PlacingState(Enum):
     ASKING = "asking"
     HELD = "held"
 
+    __hash__ = object.__hash__  # looked up many times a request
+
 
 PLACING_TRANSITIONS: Transitions[PlacingState] = Transitions(
     {

@@ -61,14 +61,21 @@ class SequenceOutput:
             return None
         return (self._last_token_ns - self._first_token_ns) / NS_PER_S / gaps
 
-    def push(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> None:
-        """Tokens that came together; what follows a stop string is dropped."""
+    def push(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> bool:
+        """Tokens that came together; what follows a stop string is dropped. True: one was found."""
         if token_ids:
             self._observe_gaps(len(token_ids))
+        if self._is_wanted and (text := self._text.try_push_all(token_ids)) is not None:
+            self.token_ids += token_ids
+            self._delta.text += text
+            self._delta.token_ids += token_ids
+            self._delta.logprobs += logprobs
+            return False
         for position, token_id in enumerate(token_ids):
             self._accept(token_id, logprobs[position] if logprobs else None)
             if self.is_stopped:
-                return
+                return True
+        return False
 
     def finish(self, reason: FinishReason, stop_reason: str | int | None) -> None:
         """Adds what was held back. A stop string found in it is the reason then."""
@@ -107,8 +114,7 @@ class SequenceOutput:
             gap_s = (now_ns - self._last_token_ns) / NS_PER_S
             if len(self.token_ids) == 1:
                 self._second_token_gap.observe(gap_s)
-            for _ in range(num_tokens):
-                metrics.ITL.observe(gap_s / num_tokens)
+            metrics.ITL.observe(gap_s / num_tokens, num_tokens)
         else:
             self._first_token_ns = now_ns
         self._last_token_ns = now_ns

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 
-from starlette.responses import Response
+from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from isthmus.common.errors import CancelledError, DeadlineError, IsthmusError
@@ -42,9 +42,10 @@ async def _watch(receive: Receive, exchange: Exchange) -> None:
     exchange.cancel()
 
 
-class EventStreamResponse(Response):
+class EventStreamResponse(StreamingResponse):
     """Streams an exchange that has something to say already; closes it, and the watch on its
-    client, however that ends."""
+    client, however that ends. It sends its events itself: the framework's own loop would wait for
+    the client in a task more, and knows no end of its own."""
 
     media_type = "text/event-stream"
 
@@ -56,13 +57,13 @@ class EventStreamResponse(Response):
         watch: ClientWatch,
         on_end: Callable[[], None],
     ) -> None:
-        # Not the parent's way: it would render a body, and state its length.
-        self.status_code, self.background = 200, None
-        self.init_headers({**headers, "cache-control": "no-cache", "x-accel-buffering": "no"})
+        unbuffered = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+        super().__init__((), headers={**headers, **unbuffered})
         self._exchange = exchange
         self._answer = answer
         self._watch = watch
         self._on_end = on_end
+        self._has_content = False  # has been sent
 
     async def __call__(
         self,
@@ -72,7 +73,7 @@ class EventStreamResponse(Response):
     ) -> None:
         try:
             async with asyncio.timeout(self._exchange.seconds_left() + STALL_S):
-                await self._stream_or_tell(send)
+                await self._stream(send)
         except TimeoutError:
             error = DeadlineError("the client did not read the answer", stage="flush")
             self._exchange.break_off(error)
@@ -81,46 +82,41 @@ class EventStreamResponse(Response):
             self._on_end()
             await self._watch.close()
 
-    async def _stream_or_tell(self, send: Send) -> None:
-        try:
-            await self._stream(send)
-        except Exception as error:  # noqa: BLE001 (the client has its status: tell it in an event)
-            log_unexpected(error, self._exchange.plan.request_id)
-            self._exchange.break_off(internal_error())
-            await self._end(send, frame(error_body(internal_error())))
-
     async def _stream(self, send: Send) -> None:
-        await send(
-            {"type": "http.response.start", "status": 200, "headers": list(self.raw_headers)}
-        )
+        """Every token passes the awaits that lead here: they are few on purpose."""
         exchange = self._exchange
-        while not exchange.is_done:
-            await self._flush(send)
-            try:
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            while not exchange.is_done:
+                await self._flush(send)
                 await exchange.wait()
-            except CancelledError:
-                return
-            except IsthmusError as error:
-                await self._end(send, frame(error_body(error)))
-                return
-        await self._flush(send, is_last=True)
+            await self._flush(send, is_last=True)
+        except CancelledError:
+            return  # nobody is there to be told
+        except IsthmusError as error:
+            await self._end(send, frame(error_body(error)))
+        except Exception as error:  # noqa: BLE001 (the client has its status: tell it in an event)
+            log_unexpected(error, exchange.plan.request_id)
+            exchange.break_off(internal_error())
+            await self._end(send, frame(error_body(internal_error())))
 
     async def _flush(self, send: Send, *, is_last: bool = False) -> None:
         frames: list[bytes] = []
         has_content = False
-        for choice, delta in self._exchange.take():
+        for choice in self._exchange.take_changed():
+            delta = choice.take()
             frames += self._answer.frames(choice, delta)
-            has_content = has_content or bool(delta.text)
+            has_content = has_content or delta.text != ""
         if is_last:
             if usage := self._answer.usage_chunk(self._exchange):
                 frames.append(frame(usage))
             await self._end(send, b"".join(frames))
         elif frames:
-            await self._send(send, b"".join(frames), more=True)
-        self._exchange.mark_flushed(has_content=has_content)
+            body = frames[0] if len(frames) == 1 else b"".join(frames)
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+        if is_last or (has_content and not self._has_content):
+            self._has_content = True
+            self._exchange.mark_flushed(has_content=has_content)
 
     async def _end(self, send: Send, last: bytes) -> None:
-        await self._send(send, last + DONE, more=False)
-
-    async def _send(self, send: Send, body: bytes, *, more: bool) -> None:
-        await send({"type": "http.response.body", "body": body, "more_body": more})
+        await send({"type": "http.response.body", "body": last + DONE, "more_body": False})

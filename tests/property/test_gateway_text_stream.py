@@ -7,8 +7,12 @@ from functools import lru_cache
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
+from isthmus.common.clock import SystemClock
+from isthmus.common.types import FinishReason, SamplingParams, TokenLogprob
 from isthmus.gateway.detokenizer import Detokenizer
 from isthmus.gateway.gguf_tokenizer import byte_alphabet
+from isthmus.gateway.plan import ChoiceDelta, GenerationPlan, PreparedPrompt
+from isthmus.gateway.sequence_output import SequenceOutput
 from isthmus.gateway.stop import StopScanner
 from isthmus.gateway.tokenizer import TextTokenizer
 from tests.support.tiny_tokenizer import build_tiny_backend
@@ -93,3 +97,59 @@ def first_stop(text: str, stops: list[str]) -> tuple[str, str | None]:
             longest = max(ending, key=len)
             return text[: end - len(longest)], longest
     return text, None
+
+
+LETTERS = [3 + byte for byte in "abcé".encode()]  # a token each, of which two make the last one
+
+
+@given(
+    st.lists(st.sampled_from([1, 2, *LETTERS]), max_size=30),
+    st.sets(st.sampled_from([2, *LETTERS]), max_size=2),
+    st.lists(words, max_size=2),
+    st.integers(0, 4),
+    st.booleans(),
+    st.data(),
+)
+@settings(max_examples=300, deadline=None)
+def test_tokens_that_come_together_say_what_they_would_one_by_one(
+    ids: list[int],
+    stop_ids: set[int],
+    stops: list[str],
+    min_tokens: int,
+    has_logprobs: bool,
+    data: st.DataObject,
+) -> None:
+    sampling = SamplingParams(min_tokens=min_tokens, stop_token_ids=tuple(sorted(stop_ids)))
+    together, alone = (make_output(sampling, stops) for _ in range(2))
+    position = 0
+    while position < len(ids):
+        part = ids[position : position + data.draw(st.integers(1, 5))]
+        position += len(part)
+        logprobs = [TokenLogprob(i, -0.5, 1) for i in part] if has_logprobs else []
+        is_stopped = together.push(part, logprobs)
+        assert is_stopped is any(alone.push([i], logprobs[k : k + 1]) for k, i in enumerate(part))
+        assert seen(together, together.take()) == seen(alone, alone.take())
+        if is_stopped:
+            break
+    for output in (together, alone):
+        output.finish(FinishReason.LENGTH, None)
+    assert seen(together, together.take()) == seen(alone, alone.take())
+
+
+def make_output(sampling: SamplingParams, stops: list[str]) -> SequenceOutput:
+    prompt = PreparedPrompt("", (3,), (), 40)
+    plan = GenerationPlan(
+        request_id="r",
+        model="tiny",
+        prompts=(prompt,),
+        num_choices=1,
+        sampling=sampling,
+        stop_strings=tuple(stops),
+        arrival_ns=0,
+        deadline_ns=0,
+    )
+    return SequenceOutput(plan, prompt, sampling, tiny(), SystemClock())
+
+
+def seen(output: SequenceOutput, delta: ChoiceDelta) -> tuple[object, ...]:
+    return delta, output.num_tokens, output.token_ids, output.natural_end()
