@@ -186,13 +186,17 @@ class ClusterView:
 
     def take_report(self, report: LoadReport, now_ns: int) -> InstanceView | None:
         """None when the report is of another epoch or older than the last one."""
-        view = self.at_epoch(report.instance_id, report.epoch)
-        if view is None or (view.load is not None and report.seq <= view.load.seq):
+        view = self.views.get(report.instance_id)
+        if view is None or view.info.epoch != report.epoch:
+            return None
+        before, learned = view.load, view.learned
+        if before is not None and report.seq <= before.seq:
             return None
         view.load = report
         view.load_at_ns = now_ns
-        view.learned.observe(report.totals)
-        view.reported_work_ms = reported_work_ms(view.latency, report)
+        if report.totals is not learned.seen:
+            learned.observe(report.totals)
+        view.reported_work_ms = reported_work_ms(learned.model, report)
         if report.links or view.link_bytes_per_ms:
             rates = {link.target_id: link.bytes_per_s / 1000 for link in report.links}
             view.link_bytes_per_ms = rates

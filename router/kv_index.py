@@ -13,10 +13,11 @@ prompt is one dictionary access and one AND per block.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from itertools import islice
+from itertools import islice, repeat
 
 from isthmus.common.ids import BlockHash, InstanceId
 from isthmus.common.kv_events import (
@@ -182,20 +183,22 @@ class KvIndex:
 
     def _store(self, holder: _Holder, hashes: Sequence[BlockHash]) -> None:
         masks, bit = self._masks, holder.bit
-        shared = self._shared_mask
-        alone = shared(bit)
         holder.hashes.update(hashes)
         # Parents come first, and should be dropped last.
         if masks.keys().isdisjoint(hashes):
-            masks.update(dict.fromkeys(reversed(hashes), alone))
+            masks.update(dict.fromkeys(reversed(hashes), self._shared_mask(bit)))
             return
-        for block_hash in reversed(hashes):
-            mask = masks.get(block_hash)
-            if mask is None:
-                masks[block_hash] = alone
-            else:
-                del masks[block_hash]
-                masks[block_hash] = mask if mask & bit else shared(mask | bit)
+        # Few sets of holders, many blocks: what a set becomes is found out once.
+        backwards = hashes[::-1]
+        found = dict(zip(backwards, map(masks.get, backwards), strict=True))
+        becomes = {mask: self._with(mask, bit) for mask in set(found.values())}
+        deque(map(masks.pop, found, repeat(None)), maxlen=0)
+        masks.update(zip(found, map(becomes.__getitem__, found.values()), strict=True))
+
+    def _with(self, mask: int | None, bit: int) -> int:
+        if mask is None:
+            return self._shared_mask(bit)
+        return mask if mask & bit else self._shared_mask(mask | bit)
 
     def _remove(self, holder: _Holder, hashes: Iterable[BlockHash]) -> None:
         masks, bit, held = self._masks, holder.bit, holder.hashes

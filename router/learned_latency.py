@@ -31,7 +31,7 @@ class LearnedLatency:
             (0.0, SEQ_BASES * boot.decode_base, 0.0),
         )
         self._large = RecursiveFit.of((boot.large_base, boot.large_seq, boot.large_context))
-        self._seen: StepTotals | None = None
+        self.seen: StepTotals | None = None  # last
 
     @property
     def num_samples(self) -> int:
@@ -39,7 +39,7 @@ class LearnedLatency:
 
     def observe(self, totals: StepTotals) -> None:
         """Takes the steps since the last report; the first one is where counting begins."""
-        seen, self._seen = self._seen, totals
+        seen, self.seen = self.seen, totals
         if seen is None or totals is seen or totals == seen:
             return
         before = self.num_samples

@@ -24,7 +24,6 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import takewhile
 from math import isclose
-from typing import NamedTuple
 
 from isthmus.common.clock import NS_PER_MS
 from isthmus.common.ids import DecisionId, InstanceId
@@ -101,7 +100,8 @@ class PendingLoad:
     num_strange: int = 0
 
 
-class Seen(NamedTuple):
+@dataclass(slots=True)
+class Seen:
     """The last report of an instance: when it came, of how many sequences it speaks, and how many
     of them are not this router's."""
 
@@ -145,6 +145,8 @@ class _Legs:
         expire. They are again when a report speaks of more than all the others, of which the newest
         may be in it or not. What else is missing (a decode leg of unknown end, or whose KV is on
         its way) says nothing of prompts. Returns whether anything changed."""
+        if len(self.prompts) <= num_prompts and not self.forgotten:
+            return False
         surely_ns = now_ns - SETTLE_MS * NS_PER_MS
         sure = [*takewhile(lambda leg: leg.made_ns <= surely_ns, self.prompts.values())]
         gone = sure[: max(0, len(sure) - num_prompts)]
@@ -287,13 +289,16 @@ class Ledger:
     ) -> None:
         """A report came that speaks of ``num_seqs`` waiting and running sequences, of which
         ``num_prompts`` have no token yet. None = it does not say: then all may be prompts."""
-        legs = self._by_instance.get(instance_id)
-        num_prompts = num_seqs if num_prompts is None else num_prompts
-        if legs is not None and legs.forget_prompts(num_prompts, now_ns):
-            self._prompt_done_ns[instance_id] = now_ns
-        num_strange = max(0, num_seqs - (len(legs) if legs is not None else 0))
+        legs, num_known = self._by_instance.get(instance_id), 0
+        if legs is not None:
+            num_known = len(legs.recent) + len(legs.settled)
+            num_prompts = num_seqs if num_prompts is None else num_prompts
+            if legs.forget_prompts(num_prompts, now_ns):
+                self._prompt_done_ns[instance_id] = now_ns
+        num_strange = num_seqs - num_known if num_seqs > num_known else 0
         self._seen[instance_id] = Seen(now_ns, num_seqs, num_strange)
-        self._forget_sum(instance_id)
+        self._pending.pop(instance_id, None)
+        self.changed.add(instance_id)
 
     def forget(self, instance_id: InstanceId) -> None:
         """The instance is gone or restarted: its legs mean nothing any more."""

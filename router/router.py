@@ -73,9 +73,10 @@ class Router:
         self.knowledge = Knowledge(self.state.links)
         self.feedback = Feedback(self.state, self._predictor, self.knowledge)
         self.on_progress: Callable[[], None] | None = None
-        self.state.on_news = self._progress
         is_goodput = policy is None and config.policy == GoodputPolicy.name
         self._intake = self._late_binding(tenant_weights) if is_goodput else None
+        if self._intake is not None:  # else nobody waits for news
+            self.state.on_news = self._progress
         self._num_decisions = {
             path: metrics.DECISIONS.labels(policy=self.policy_name, path=path)
             for path in ("local", "disaggregated")

@@ -97,8 +97,8 @@ class DecodeBatch:
     def own(self, step: int) -> None:
         """The blocks that all need up to ``step``; there must be as many."""
         if step > self.grown_to:
-            if self.num_seqs:
-                self._pool.grow(self.blocks_until(step))
+            if self.num_seqs and (needed := self.blocks_until(step)):
+                self._pool.grow(needed)
             self.grown_to = step
 
     def blocks_until(self, step: int) -> int:

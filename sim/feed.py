@@ -81,9 +81,10 @@ class SimFeed:
 
     def _report(self, stream: _Stream) -> None:
         instance = stream.instance
-        self._state.reported(instance.report())
+        report = instance.report()
+        self._state.reported(report)
         self.num_reports += 1
-        stream.sent_ns = self._queue.now_ns
-        wait_ns = self._interval_ns if instance.num_sequences else HEARTBEAT_NS
-        stream.due_ns = -1
-        self._schedule(stream, stream.sent_ns + wait_ns)
+        now_ns = stream.sent_ns = self._queue.now_ns
+        is_busy = report.running_seqs or report.waiting_seqs or instance.num_sequences
+        stream.due_ns = due_ns = now_ns + (self._interval_ns if is_busy else HEARTBEAT_NS)
+        self._queue.at(due_ns, self._due, (stream, due_ns))

@@ -160,8 +160,7 @@ class Instance:
 
     def report(self) -> LoadReport:
         """What it would tell a router now."""
-        if self._timer.leap is not None:
-            self._catch_up()
+        self._catch_up()
         self._report_no += 1
         now_ns = self._queue.now_ns
         waiting, pool, decodes = self._waiting, self.pool, self._decodes
@@ -170,8 +169,9 @@ class Instance:
         computed = arrived.num_tokens - arrived.num_seqs
         num_prompts = waiting.num_prompts
         for sequence in self._prefilling:
-            waiting_tokens += sequence.num_left
-            computed += sequence.num_computed
+            done = sequence.num_computed
+            waiting_tokens += sequence.num_prompt + sequence.num_generated - done
+            computed += done
             num_prompts += sequence.is_prompt
         head = waiting.head
         oldest_ns = head.added_ns if head is not None else now_ns
@@ -189,12 +189,12 @@ class Instance:
             running_seqs=len(self._running) + arrived.num_seqs,
             running_context_tokens=decodes.context + progress + computed,
             num_blocks=pool.num_blocks,
-            free_blocks=pool.free,
+            free_blocks=pool.num_blocks - pool.used,
             held_blocks=self._held_blocks,
             cached_blocks=pool.num_cached,
             step_ms=self._step_ms,
             steps=self.num_steps,
-            totals=self._counts.totals,
+            totals=self._counts.known or self._counts.totals(),
             prompt_seqs=num_prompts,
         )
 
@@ -484,5 +484,6 @@ class Instance:
 
     def _catch_up(self) -> None:
         """Takes the blocks that the steps of a leap have needed so far."""
-        if self._timer.is_leaping:
-            self._decodes.own(self._decodes.steps + self._timer.begun() - 1)
+        timer = self._timer
+        if timer.leap is not None and timer.is_running:
+            self._decodes.own(self._decodes.steps + timer.begun() - 1)

@@ -19,15 +19,12 @@ class Line:
         self.num_prompts = 0
         self.num_tokens = 0
         self.num_blocks = 0
+        self.head: SimSequence | None = None
         self._block_size = block_size
         self._queue: deque[SimSequence] = deque()
 
     def __iter__(self) -> Iterator[SimSequence]:
         return iter(self._queue)
-
-    @property
-    def head(self) -> SimSequence | None:
-        return self._queue[0] if self.num_seqs else None
 
     def append(self, sequence: SimSequence) -> None:
         self._queue.append(sequence)
@@ -48,17 +45,20 @@ class Line:
 
     def clear(self) -> None:
         self._queue.clear()
+        self.head = None
         self.num_seqs = self.num_prompts = self.num_tokens = self.num_blocks = 0
 
     def check_integrity(self) -> None:
         """AssertionError when the sums are not those of who is there."""
         assert self.num_seqs == len(self._queue)
+        assert self.head is next(iter(self._queue), None)
         assert self.num_prompts == sum(s.is_prompt for s in self._queue)
         assert self.num_tokens == sum(s.num_tokens for s in self._queue)
         assert self.num_blocks == sum(-(-s.num_tokens // self._block_size) for s in self._queue)
 
     def _count(self, sequence: SimSequence, sign: int) -> None:
         num_tokens = sequence.num_tokens
+        self.head = self._queue[0] if self._queue else None
         self.num_seqs += sign
         if sequence.is_prompt:
             self.num_prompts += sign

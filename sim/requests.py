@@ -95,6 +95,7 @@ class _Hashes:
         self._block_size = block_size
         self._parts, rest = divmod(trace_block, block_size)
         self._known: dict[int, Sequence[BlockHash]] = {}
+        self._suffixes = [part.to_bytes(4, "big") for part in range(self._parts)]
         self._problem = f"blocks of {block_size} do not divide the trace's of {trace_block} tokens"
         self._is_wrong = rest != 0
 
@@ -111,10 +112,7 @@ class _Hashes:
     def _of_block(self, block: int) -> Sequence[BlockHash]:
         hashes = self._known.get(block)
         if hashes is None:
-            first = block * self._parts
-            hashes = [
-                BlockHash((first + part).to_bytes(16, "big", signed=True))
-                for part in range(self._parts)
-            ]
+            prefix = block.to_bytes(12, "big", signed=True)
+            hashes = [BlockHash(prefix + suffix) for suffix in self._suffixes]
             self._known[block] = hashes
         return hashes

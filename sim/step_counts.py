@@ -22,12 +22,11 @@ class StepCounts:
         self._decode_seqs = 0
         self._decode_context = 0
         self._decode_ms = 0.0
-        self._totals: StepTotals | None = None
+        self.known: StepTotals | None = None  # as long as nothing has changed since
 
-    @property
     def totals(self) -> StepTotals:
-        if self._totals is None:
-            self._totals = StepTotals(
+        if self.known is None:
+            self.known = StepTotals(
                 prefill_steps=self._prefill_steps,
                 prefill_tokens=self._prefill_tokens,
                 prefill_pairs=self._prefill_pairs,
@@ -39,11 +38,11 @@ class StepCounts:
                 decode_context=self._decode_context,
                 decode_ms=self._decode_ms,
             )
-        return self._totals
+        return self.known
 
     def decoded(self, steps: int, num_seqs: int, context: int, took_ms: float) -> None:
         """``context``: when the first of the steps began."""
-        self._totals = None
+        self.known = None
         self._decode_steps += steps
         self._decode_seqs += steps * num_seqs
         self._decode_context += steps * context + num_seqs * steps * (steps - 1) // 2
@@ -57,7 +56,7 @@ class StepCounts:
         took_ms: float,
     ) -> None:
         """A step that computed chunks beside ``num_seqs`` decodes, before they are counted."""
-        self._totals = None
+        self.known = None
         self._prefill_steps += 1
         self._prefill_tokens += sum([count for _, count in chunks])
         self._prefill_pairs += sum([count * (s.num_computed + count / 2) for s, count in chunks])

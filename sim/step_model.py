@@ -148,8 +148,9 @@ class Leap:
             root = math.sqrt(linear * linear + 2 * self.growth_ms * elapsed_ms)
             steps = math.ceil((root - linear) / self.growth_ms)
         steps = max(1, steps)
-        while steps > 1 and self.after_ms(steps - 1) >= elapsed_ms:  # rounding
+        after_ms = self.after_ms
+        while steps > 1 and after_ms(steps - 1) >= elapsed_ms:  # rounding
             steps -= 1
-        while self.after_ms(steps) < elapsed_ms:
+        while after_ms(steps) < elapsed_ms:
             steps += 1
         return steps

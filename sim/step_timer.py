@@ -52,8 +52,8 @@ class StepTimer:
     def begun(self) -> int:
         """Steps of the leap that have begun by now."""
         assert self.leap is not None
-        elapsed_ms = (self._queue.now_ns - self.started_ns) / NS_PER_MS
-        return min(self.num_steps, self.leap.steps_until(elapsed_ms))
+        steps = self.leap.steps_until((self._queue.now_ns - self.started_ns) / NS_PER_MS)
+        return steps if steps < self.num_steps else self.num_steps
 
     def cut_short(self) -> None:
         """Ends a leap with the step in progress."""

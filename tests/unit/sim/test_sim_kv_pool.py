@@ -1,6 +1,11 @@
 from __future__ import annotations
 
+import random
+from collections import OrderedDict
+
+from isthmus.common.ids import BlockHash
 from isthmus.common.kv_events import BlocksRemoved, BlocksStored
+from isthmus.sim.idle_blocks import MIN_PASSED_OVER, IdleBlocks
 from isthmus.sim.kv_pool import KvPool
 from tests.support.sim_runs import chain
 
@@ -69,3 +74,33 @@ def test_a_refusal_changes_nothing() -> None:
     assert pool.try_take(chain(2), 4)
     assert pool.free == 0
     pool.check_integrity()
+
+
+def test_idle_blocks_go_in_the_order_in_which_one_list_of_all_would_let_them_go() -> None:
+    draw = random.Random(4)
+    idle, plain = IdleBlocks(), OrderedDict[BlockHash, None]()
+    num_taken = 0
+    for _ in range(1_500):
+        blocks = chain(1 + draw.randrange(12), first=draw.randrange(60))
+        woken = [block for block in blocks if block in plain]
+        idle.wake(woken)
+        for block in woken:
+            del plain[block]
+        idle.add(list(blocks))
+        plain.update(dict.fromkeys(reversed(blocks)))
+        count = draw.randrange(len(plain)) if draw.random() < 0.02 else draw.randrange(2)
+        assert idle.take(count) == [plain.popitem(last=False)[0] for _ in range(count)]
+        num_taken += count
+        idle.check_integrity()
+    assert list(idle.since.keys() ^ plain.keys()) == []
+    assert num_taken > 500
+
+
+def test_lists_of_blocks_that_are_used_again_and_again_stay_short() -> None:
+    idle, blocks = IdleBlocks(), chain(64)
+    for _ in range(MIN_PASSED_OVER):
+        idle.add(list(blocks))
+        idle.wake(blocks)
+    assert idle.num_listed <= MIN_PASSED_OVER + len(blocks)
+    idle.add(list(blocks))
+    assert idle.take(2) == [blocks[63], blocks[62]]
