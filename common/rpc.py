@@ -21,6 +21,7 @@ from isthmus.common.errors import (
     InstanceLostError,
     InternalError,
     IsthmusError,
+    StaleEpochError,
 )
 
 ERROR_KEY = "isthmus-error-bin"
@@ -94,6 +95,10 @@ def error_from_rpc(error: grpc.aio.AioRpcError, *, peer: str = "", stage: str = 
             return DeadlineError(text, stage=stage, instance_id=peer)
         case grpc.StatusCode.CANCELLED:
             return CancelledError(text, stage=stage, instance_id=peer)
+        case grpc.StatusCode.UNIMPLEMENTED:
+            # Whoever was meant is not there any more: the port is another role's by now.
+            text = f"{peer or 'peer'} does not serve such calls: it has another role or version"
+            return StaleEpochError(text, stage=stage, instance_id=peer)
         case _:
             return InternalError(text, stage=stage, instance_id=peer)
 

@@ -12,6 +12,7 @@ from isthmus.common.errors import (
     InternalError,
     IsthmusError,
     OutOfBlocksError,
+    StaleEpochError,
 )
 from isthmus.common.rpc import (
     abort_with,
@@ -96,6 +97,19 @@ async def test_taken_port_is_one_sentence() -> None:
         with pytest.raises(InternalError, match=f"cannot listen on {address}"):
             await bind(second, host, int(port))
         await stop_server(second, 0)
+
+
+@pytest.mark.asyncio
+async def test_whoever_serves_no_such_call_is_not_who_was_meant() -> None:
+    """An instance that came back with another role, say."""
+    server = create_server()
+    address = await bind(server, "127.0.0.1", 0)
+    await server.start()
+    error = await failure(address, timeout_s=20)
+    assert type(error) is StaleEpochError
+    assert error.retryable
+    assert error.message.startswith("decode-0 does not serve such calls")
+    await stop_server(server, 0)
 
 
 @needs_ipv6
