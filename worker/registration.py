@@ -13,7 +13,7 @@ from contextlib import suppress
 
 from isthmus.common.backoff import Backoff
 from isthmus.common.cluster import InstanceInfo
-from isthmus.common.errors import InstanceLostError, IsthmusError
+from isthmus.common.errors import InstanceLostError, InternalError, IsthmusError
 from isthmus.common.logging import RateLimitedLog, get_logger
 from isthmus.common.registry import Entry, KeptLease, Registry, epoch_key, instance_key
 from isthmus.common.tasks import tell_if_broken
@@ -85,7 +85,12 @@ class Registration:
         self._task.add_done_callback(tell_if_broken(log, "the registration broke"))
 
     def update(self, info: InstanceInfo) -> None:
-        """Publishes a new record as soon as the registry can be reached."""
+        """Publishes a new record as soon as the registry can be reached. Raises InternalError for
+        another role or epoch: both last for as long as the process does, and whoever follows the
+        registry relies on it."""
+        if (info.role, info.epoch) != (self._wanted.role, self._wanted.epoch):
+            text = f"{info.instance_id} cannot become {info.role.value} of epoch {info.epoch}"
+            raise InternalError(text, stage="registration")
         self._wanted, self._record = info, _record_of(info)
         self._changed.set()
 

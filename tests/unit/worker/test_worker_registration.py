@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from isthmus.common.cluster import InstanceInfo, InstanceState, Role
-from isthmus.common.errors import InstanceLostError
+from isthmus.common.errors import InstanceLostError, InternalError
 from isthmus.common.registry import MemoryRegistry, epoch_key, instance_key
 from isthmus.protos.convert.instances import info_from_pb
 from isthmus.protos.v1 import common_pb2
@@ -110,6 +110,17 @@ async def test_the_record_follows_the_state_and_goes_with_the_worker() -> None:
     assert found.state is InstanceState.DRAINING
     await registration.close()
     assert await record(registry) is None
+
+
+async def test_role_and_epoch_last_as_long_as_the_process() -> None:
+    registry = MemoryRegistry()
+    registration, _ = register(registry)
+    for other in (info(epoch=2), replace(info(), role=Role.PREFILL)):
+        with pytest.raises(InternalError, match="d cannot become"):
+            registration.update(other)
+    await poll_until(lambda: registration.is_current)
+    assert await record(registry) == info()
+    await registration.close()
 
 
 async def test_a_lost_lease_is_taken_again_after_trouble() -> None:
