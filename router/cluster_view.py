@@ -108,8 +108,10 @@ class InstanceView:
 
     def faded(self, factor: float, now_ns: int) -> float:
         """A correction without news fades: who is shunned for it could never show it wrong."""
-        age_ms = (now_ns - self.measured_ns) / NS_PER_MS
-        return 1.0 + (factor - 1.0) * exp(-max(0.0, age_ms - FADES_AFTER_MS) / FADE_MS)
+        silent_ms = (now_ns - self.measured_ns) / NS_PER_MS - FADES_AFTER_MS
+        if silent_ms <= 0.0 or factor == 1.0:
+            return factor
+        return 1.0 + (factor - 1.0) * exp(-silent_ms / FADE_MS)
 
     def load_age_ms(self, now_ns: int) -> float:
         return (now_ns - self.load_at_ns) / NS_PER_MS if self.load is not None else float("inf")

@@ -69,7 +69,7 @@ class PromptColumns:
     def refresh(self, row: int, load: PendingLoad, now_ns: int) -> tuple[bool, bool]:
         """Whether it may be chosen, and whether others have prompts there."""
         view = self.views[row]
-        model, report = view.latency, view.load
+        model, report = view.learned.model, view.load
         factor = view.faded(view.prefill_factor, now_ns)
         budget = view.info.max_num_batched_tokens
         strange = 0.0
@@ -134,7 +134,7 @@ class DecodeColumns:
 
     def refresh(self, row: int, load: PendingLoad, now_ns: int) -> None:
         view = self.views[row]
-        info, model, report = view.info, view.latency, view.load
+        info, model, report = view.info, view.learned.model, view.load
         factor = view.faded(view.decode_factor, now_ns)
         seqs, context = load.decode_seqs, load.decode_context_tokens
         free_blocks = info.num_blocks - load.decode_blocks

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from types import MappingProxyType
 
 from isthmus.common.errors import ErrorDetail, IsthmusError
 from isthmus.common.ids import DecisionId, InstanceId, RequestId
@@ -22,6 +23,7 @@ from isthmus.router.types import Outcome, OutcomeKind, RouteQuery
 MAX_RECORDS = 4096
 MAX_EXPLAINED = 8
 MAX_FILTERED = 32
+_NOBODY: Mapping[InstanceId, FilterReason] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +68,7 @@ class DecisionRecord:
     error: ErrorDetail | None = None
     ranked: Sequence[Candidate] = ()
     explained: tuple[ExplainedCandidate, ...] = ()
-    filtered: dict[InstanceId, FilterReason] = field(default_factory=dict)
+    filtered: Mapping[InstanceId, FilterReason] = field(default_factory=lambda: _NOBODY)
     num_filtered: int = 0
     outcomes: list[OutcomeKind] = field(default_factory=list)
     timeline: Timeline = field(default_factory=Timeline)
@@ -82,13 +84,14 @@ class DecisionRecord:
             slo=query.slo,
             tenant=query.tenant,
             at_ns=at_ns,
-            filtered=dict(islice(filtered.items(), MAX_FILTERED)),
+            filtered=dict(islice(filtered.items(), MAX_FILTERED)) if filtered else _NOBODY,
             num_filtered=len(filtered),
         )
 
-    def decided(self, decision: RouteDecision, candidates: list[Candidate]) -> DecisionRecord:
+    def decided(self, decision: RouteDecision, candidates: Sequence[Candidate]) -> DecisionRecord:
         self.decision = decision
-        self.ranked = candidates[:MAX_EXPLAINED]
+        is_short = len(candidates) <= MAX_EXPLAINED
+        self.ranked = candidates if is_short else candidates[:MAX_EXPLAINED]
         return self
 
     @property

@@ -38,6 +38,8 @@ class ReservationState(Enum):
     DECODING = "decoding"
     ENDED = "ended"
 
+    __hash__ = object.__hash__  # an enum's own is computed in Python
+
 
 RESERVATION_TRANSITIONS: Transitions[ReservationState] = Transitions(
     {

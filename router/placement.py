@@ -20,7 +20,7 @@ from isthmus.router.prices import Stage
 from isthmus.router.quantiles import Kind, bucket_of
 from isthmus.router.sessions import Sessions
 from isthmus.router.state import RouterState
-from isthmus.router.table import ClusterTable
+from isthmus.router.table import ClusterTable, Holders
 from isthmus.router.types import RouteQuery
 from isthmus.router.weighed import DECODE_FULL, TPOT, Weighed
 
@@ -83,7 +83,9 @@ class Placement:
         self.refresh(now_ns)
         tables = self._table.of_model(query.model)
         index = self._state.index
-        holders = [found for chain in query.hash_chains for found in index.holders(chain)]
+        holders: Holders = []
+        for chain in query.hash_chains:
+            holders += index.holders(chain)
         ask = self._ask(query, now_ns, is_on_time=is_on_time, is_aged=is_aged, press=press)
         if is_last_chance:
             ask = replace(ask, quantile=min(0.5, ask.quantile))
@@ -97,8 +99,8 @@ class Placement:
             return [weigh_one(table, query, holders, ask, prices, now_ms) for table in tables]
 
         all_weighed, slo = weigh(ask), query.slo
-        least_ttft_ms = min((weighed.least_ttft_ms for weighed in all_weighed), default=NEVER)
-        least_tpot_ms = min((weighed.least_tpot_ms for weighed in all_weighed), default=NEVER)
+        least_ttft_ms = min([weighed.least_ttft_ms for weighed in all_weighed], default=NEVER)
+        least_tpot_ms = min([weighed.least_tpot_ms for weighed in all_weighed], default=NEVER)
         if ask.tpot_ms is not None and least_tpot_ms > ask.tpot_ms:
             # Nothing to wait for: nobody will ever meet it.
             ask = replace(ask, tpot_ms=None)
@@ -140,12 +142,12 @@ class Placement:
         dirty |= self._doubtful
         self._soonest.clear()
         self._table.refresh(state.cluster.views, dirty, state.ledger.pending, now_ns)
-        for instance_id in dirty:
-            view = state.cluster.get(instance_id)
-            if view is not None and not view.breaker.is_closed:
-                self._doubtful.add(instance_id)
-            else:
-                self._doubtful.discard(instance_id)
+        views = state.cluster.views
+        self._doubtful = {
+            instance_id
+            for instance_id in dirty
+            if instance_id in views and not views[instance_id].breaker.is_closed
+        }
         dirty.clear()
 
     def num_news(self, now_ns: int) -> int:

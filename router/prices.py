@@ -27,6 +27,8 @@ class Stage(Enum):
     PREFILL = "prefill"  # TTFT
     DECODE = "decode"  # TPOT
 
+    __hash__ = object.__hash__  # an enum's own is computed in Python
+
 
 @dataclass(frozen=True, slots=True)
 class Prices:

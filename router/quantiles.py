@@ -45,6 +45,8 @@ class Kind(Enum):
     LOCAL_TTFT = "local_ttft"  # of one computed where it is decoded
     TPOT = "tpot"
 
+    __hash__ = object.__hash__  # an enum's own is computed in Python
+
 
 def bucket_of(num_tokens: int) -> int:
     """Of a size in tokens (prompt) or sequences' context: 0 … len(BUCKET_TOKENS)."""
@@ -84,7 +86,7 @@ class Residuals:
 
     recent: deque[tuple[float, int]] = field(default_factory=deque)  # ratio, when
     ordered: array[float] = field(default_factory=lambda: array("d"))
-    levels: dict[float, _Level] = field(default_factory=dict)
+    levels: dict[int, _Level] = field(default_factory=dict)  # by thousandths of the quantile
     _answers: dict[float, float] = field(default_factory=dict)  # of ``ratio``, until it has news
 
     def ratio(self, quantile: float, now_ns: int) -> float:
@@ -98,7 +100,7 @@ class Residuals:
         return known
 
     def _ratio(self, quantile: float) -> float:
-        level = self.levels.get(round(quantile, 3))
+        level = self.levels.get(_key(quantile))
         wanted = level.level if level is not None else quantile
         prior = 1.0 + PRIOR_SPREAD * max(0.0, wanted - 0.5) * 2
         count = len(self.ordered)
@@ -149,7 +151,7 @@ class Residuals:
 
     def covered(self, quantile: float, is_hit: bool) -> None:
         """A measurement was (not) below the answer that was given for ``quantile``."""
-        key = round(quantile, 3)
+        key = _key(quantile)
         level = self.levels.get(key)
         if level is None:
             if len(self.levels) >= MAX_LEVELS:
@@ -168,6 +170,11 @@ class Residuals:
         above = min(below + 1, len(self.ordered) - 1)
         low, high = self.ordered[below], self.ordered[above]
         return low + (high - low) * (place - below)
+
+
+def _key(quantile: float) -> int:
+    """In thousandths: to round a float costs several times as much."""
+    return int(quantile * 1_000 + 0.5)
 
 
 class ResidualTable:
@@ -207,7 +214,7 @@ class ResidualTable:
         """Share of the recent measurements that were below the prediction, and their number."""
         hits = total = 0
         for (of_kind, _), residuals in self._table.items():
-            level = residuals.levels.get(round(quantile, 3)) if of_kind is kind else None
+            level = residuals.levels.get(_key(quantile)) if of_kind is kind else None
             if level is not None:
                 hits, total = hits + level.num_hits, total + len(level.hits)
         return (hits / total if total else 1.0), total
@@ -215,7 +222,7 @@ class ResidualTable:
     def levels(self) -> set[tuple[Kind, float]]:
         """Kinds and quantiles of which there is a coverage."""
         return {
-            (kind, quantile)
+            (kind, key / 1_000)
             for (kind, _), residuals in self._table.items()
-            for quantile in residuals.levels
+            for key in residuals.levels
         }

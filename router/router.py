@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 
 from isthmus.common import metrics
 from isthmus.common.clock import NS_PER_MS, Clock
@@ -226,7 +227,7 @@ class Router:
     def _commit(
         self,
         query: RouteQuery,
-        candidates: list[Candidate],
+        candidates: Sequence[Candidate],
         now_ns: int,
         action: RouteAction,
         others: Sequence[PrefillOption] = (),
@@ -369,11 +370,13 @@ def _with_room(
     return roomy
 
 
-def _alternate(candidates: list[Candidate], others: Sequence[PrefillOption]) -> InstanceRef | None:
+def _alternate(
+    candidates: Sequence[Candidate], others: Sequence[PrefillOption]
+) -> InstanceRef | None:
     """Who else could compute the prompt for the first candidate's decode instance: the policy's
     next choice or, where it named no other, whoever of ``others`` would be quickest."""
     first = candidates[0]
-    for other in candidates[1:]:
+    for other in islice(candidates, 1, None):
         is_pair = other.decode.view is first.decode.view and not other.is_local
         if is_pair and other.prefill.view is not first.prefill.view:
             return other.prefill.view.ref

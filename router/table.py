@@ -36,9 +36,8 @@ class PairTable:
     ``prompts`` has an entry for each of them, first the prefill instances (``prefills``), then
     those that decode (``local``), which compute prompts too. ``rates``: bytes/ms of the links,
     [prefills, decodes]. ``rate`` and ``budget`` (tokens of a prefill step): where they are the same
-    for all. ``speed``: a prefill instance's beside the fastest one's, at most 1. ``fetch_min``:
-    tokens that a prefill instance lacks and a decode instance has, from which on it fetches their
-    KV, infinite where it never does.
+    for all. ``fetch_min``: tokens that a prefill instance lacks and a decode instance has, from
+    which on it fetches their KV, infinite where it never does.
     """
 
     def __init__(
@@ -67,8 +66,6 @@ class PairTable:
             self.block_size = self.block_sizes
         budgets = {view.info.max_num_batched_tokens for view in prefills}
         self.budget = float(budgets.pop()) if len(budgets) == 1 else None
-        self.speed: Floats = np.ones(count)
-        self.quickest = 0  # of the usable prefill instances, with no prompt too long for it
         self.rates: Floats = np.zeros((count, len(decodes)))
         self.rate: float | None = None
         self.nowhere: Floats = np.full(len(decodes), np.inf)  # costs of what is impossible
@@ -88,6 +85,21 @@ class PairTable:
     def model(self) -> str:
         return self.key[0]
 
+    @property
+    def speed(self) -> Floats:
+        """[prefills]: beside the fastest one's, at most 1."""
+        token = self.prefills.token
+        if not token.size:
+            return np.ones(0)
+        speed: Floats = token.item(token.argmin()) / np.maximum(token, 1e-9)
+        return speed
+
+    @property
+    def quickest(self) -> int:
+        """Row of the usable prefill instance that is, with no prompt too long for it."""
+        token = self.prefills.token
+        return int((token + self.prefills.barred).argmin()) if token.size else 0
+
     def refresh(self, instance_id: InstanceId, load: PendingLoad, now_ns: int) -> None:
         """One row. ``refreshed`` after the last of several."""
         row, count = self.row_of[instance_id], self.num_prefills
@@ -106,10 +118,6 @@ class PairTable:
         has_strange = bool(self._strange)
         for columns in (self.prompts, self.prefills, self.local):
             columns.has_strange = has_strange
-        if self.num_prefills:
-            token = self.prefills.token
-            np.divide(token.item(token.argmin()), np.maximum(token, 1e-9), out=self.speed)
-            self.quickest = int((token + self.prefills.barred).argmin())
 
     def link(self, links: Links) -> None:
         """Takes over what is known of the links."""

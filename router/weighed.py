@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from isthmus.router.policy import Candidate
@@ -23,7 +24,7 @@ class Weighed:
     when somebody could start. ``obstacle`` names what kept the list empty.
     """
 
-    candidates: list[Candidate]
+    candidates: Sequence[Candidate]
     work_ms: float
     floor_quantile_ms: float
     least_ttft_ms: float

@@ -17,7 +17,7 @@ struct Place {
 // then whose prefill instance was.
 inline bool cheapest(const Forecast& found, const Costs& costs, Place& chosen) {
   int64_t prefills = found.remote.count, decodes = found.local.count;
-  double best_pair = least(costs.pairs, prefills * decodes);
+  double best_pair = least(costs.best, prefills);
   double best_alone = least(costs.local, decodes);
   double best = std::min(best_pair, best_alone);
   if (best == kNever) return false;
@@ -27,8 +27,8 @@ inline bool cheapest(const Forecast& found, const Costs& costs, Place& chosen) {
   for (int64_t i = 0; i < decodes; i++)
     if (costs.local[i] <= limit)
       first = std::min(first, std::make_tuple(turn[i], turn[i], int64_t(-1), i));
-  if (best_pair <= limit)
-    for (int64_t row = 0; row < prefills; row++)
+  for (int64_t row = 0; row < prefills; row++)
+    if (costs.best[row] <= limit)
       for (int64_t i = 0; i < decodes; i++)
         if (costs.pairs[row * decodes + i] <= limit)
           first = std::min(first, std::make_tuple(turn[i], prefill_turn[row], row, i));

@@ -10,13 +10,14 @@ constexpr double kHost = 0.5, kBalance = 0.1, kTightness = 0.02;
 
 // Infinite where a promise would be broken or, but for `least_pair`, nothing can start now.
 struct Costs {
-  double *own, *rest, *local, *travel, *last, *pairs;  // [P], [D], [D], [D], [D], [P, D]
+  double *own, *best, *rest, *local, *travel, *last, *pairs;  // [P] ×2, [D] ×4, [P, D]
   double least_pair = kNever;
 
   explicit Costs(const Forecast& found) {
     int64_t prefills = found.remote.count, decodes = found.local.count;
     own = found.costs;
-    rest = own + prefills;
+    best = own + prefills;  // of each prefill instance's pairs
+    rest = best + prefills;
     local = rest + decodes;
     travel = local + decodes;
     last = travel + decodes;
@@ -24,7 +25,7 @@ struct Costs {
   }
 
   static int64_t size(int64_t prefills, int64_t decodes) {
-    return prefills + 4 * decodes + prefills * decodes;
+    return 2 * prefills + 4 * decodes + prefills * decodes;
   }
 };
 
@@ -39,12 +40,14 @@ inline void prefill_costs(const Forecast& found, const double* prefill, const do
                           double ratio, double* own) {
   const Query& query = found.query;
   const Prompts& remote = found.remote;
+  const double* token = found.table.prompt(kToken);
+  double fastest = least(token, remote.count);
   for (int64_t row = 0; row < remote.count; row++) {
     if (!query.is_urgent()) {
       own[row] = ttft[row] + (query.price_prefill - 1.0) * prefill[row];
       continue;
     }
-    double cost = prefill[row] * found.table.speed[row];
+    double cost = prefill[row] * (fastest / std::max(token[row], 1e-9));
     cost += remote.wait[row];
     cost += query.line_ms;
     cost *= query.price_prefill;
@@ -161,11 +164,14 @@ inline void pair_costs(const Forecast& found, Costs& costs, double ratio) {
     const Fetched& one = found.fetched[n];
     fetched_costs(found, one, costs, rest[one.column], ratio);
   }
-  costs.least_pair = least(costs.pairs, prefills * decodes);
   const double* ahead = found.table.prompt(kAhead);
-  for (int64_t row = 0; row < prefills; row++)
-    if (!(found.remote.wait[row] <= ahead[row]))
-      std::fill_n(costs.pairs + row * decodes, decodes, kNever);
+  for (int64_t row = 0; row < prefills; row++) {
+    costs.best[row] = least(costs.pairs + row * decodes, decodes);
+    costs.least_pair = std::min(costs.least_pair, costs.best[row]);
+    if (found.remote.wait[row] <= ahead[row]) continue;
+    std::fill_n(costs.pairs + row * decodes, decodes, kNever);
+    costs.best[row] = kNever;
+  }
 }
 
 // Costs of local prefills: goodput._alone.

@@ -34,7 +34,6 @@ struct Table {
   const double* longest;        // [P + D]
   const double* block_sizes;    // [P + D]
   const double* is_mixed;       // [D]: 0 or 1
-  const double* speed;          // [P]
   const double* rates;          // [P, D]
   const double* fetch_min;      // [P]
   double* workspace;            // workspace_size()

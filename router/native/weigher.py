@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import struct
 from array import array
+from collections.abc import Sequence
 from functools import cache
+from typing import overload
 
 import numpy as np
 
@@ -131,7 +133,6 @@ class Weigher:
             table.prompts.longest,
             table.block_sizes,
             table.decodes.mixed,
-            table.speed,
             table.rates,
             table.fetch_min,
             table.workspace,
@@ -145,32 +146,64 @@ class Weigher:
         work, floor, ttft, tpot, ready, num_workers, obstacle, count = _ANSWER.unpack_from(
             self._answer
         )
-        candidates = [self._candidate(table, query, place) for place in range(int(count))]
+        candidates: Sequence[Candidate] = ()
+        if count:
+            end = _ANSWER.size + int(count) * _CANDIDATE.size
+            numbers = self._answer[_ANSWER.size : end].tobytes()
+            candidates = Listed(table, query, self._min_remote, numbers)
         return Weighed(
             candidates, work, floor, ttft, tpot, ready, int(num_workers), OBSTACLES[int(obstacle)]
         )
 
-    def _candidate(self, table: PairTable, query: RouteQuery, place: int) -> Candidate:
-        at = _ANSWER.size + place * _CANDIDATE.size
-        numbers = _CANDIDATE.unpack_from(self._answer, at)
+
+class Listed(Sequence[Candidate]):
+    """Candidates as they were told, made into objects one by one: mostly one or two are asked for,
+    and a decision's record keeps them all."""
+
+    __slots__ = ("_decodes", "_has_prefill", "_made", "_min_remote", "_num_tokens", "_numbers",
+                 "_prefills")  # fmt: skip
+
+    def __init__(
+        self, table: PairTable, query: RouteQuery, min_remote_tokens: int, numbers: bytes
+    ) -> None:
+        # The views and not the table: this may live long, and a table is large.
+        self._prefills, self._decodes = table.prefills.views, table.decodes.views
+        self._has_prefill = table.prefills.num_usable > 0
+        self._num_tokens = query.num_prompt_tokens
+        self._min_remote = min_remote_tokens
+        self._numbers = numbers
+        self._made: Candidate | None = None  # the first
+
+    def __len__(self) -> int:
+        return len(self._numbers) // _CANDIDATE.size
+
+    @overload
+    def __getitem__(self, place: int) -> Candidate: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> Sequence[Candidate]: ...
+
+    def __getitem__(self, place: int | slice) -> Candidate | Sequence[Candidate]:
+        if isinstance(place, slice):
+            return [self._make(at) for at in range(*place.indices(len(self)))]
+        if place:
+            return self._make(range(len(self))[place])
+        if self._made is None:
+            self._made = self._make(0)
+        return self._made
+
+    def _make(self, place: int) -> Candidate:
+        numbers = _CANDIDATE.unpack_from(self._numbers, place * _CANDIDATE.size)
         row, column, cost, cached, uncached, wait, prefill, ttft, factor = numbers[:9]
         decode_cached, seqs, tpot, is_full = numbers[9:]
-        held = int(decode_cached)
-        decode = DecodeOption(
-            table.decodes.views[int(column)],
-            held,
-            query.num_prompt_tokens - held,
-            int(seqs),
-            tpot,
-            0.0,
-            is_full != 0.0,
-        )
-        view, reason = decode.view, LocalPrefillReason.NONE
+        held, view = int(decode_cached), self._decodes[int(column)]
+        lacking = self._num_tokens - held
+        decode = DecodeOption(view, held, lacking, int(seqs), tpot, 0.0, is_full != 0.0)
+        reason = LocalPrefillReason.NONE
         if row >= 0:
-            view = table.prefills.views[int(row)]
+            view = self._prefills[int(row)]
         else:
-            has_prefill = bool(table.prefills.num_usable)
-            found = local_prefill_reason(decode, has_prefill, self._min_remote)
+            found = local_prefill_reason(decode, self._has_prefill, self._min_remote)
             reason = found or LocalPrefillReason.POLICY
         option = PrefillOption(view, int(cached), int(uncached), wait, prefill, ttft, factor)
         return Candidate(decode, option, reason, cost)
