@@ -19,6 +19,7 @@ from benchmarks.run import NAMES
 from isthmus.cli.main import app
 from isthmus.common import metrics
 from isthmus.common.config import ClusterConfig, PoolConfig, node_of_mapping
+from isthmus.common.tally import TallyHistogram
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -65,7 +66,7 @@ def test_links_lead_somewhere() -> None:
 def test_metrics_are_declared() -> None:
     names = set()
     for metric in vars(metrics).values():
-        if isinstance(metric, MetricWrapperBase):
+        if isinstance(metric, MetricWrapperBase | TallyHistogram):
             family = next(iter(metric.describe()))
             names.add(family.name + ("_total" if family.type == "counter" else ""))
     num_named = 0
