@@ -197,6 +197,7 @@ class Ledger:
         self.num_freed = 0  # legs, so far
         self.changed: set[InstanceId] = set() if changed is None else changed
         self._reservations: dict[DecisionId, Reservation] = {}  # in the order of their expiry
+        self._due_ns = 0  # none expires before
         self._by_instance: dict[InstanceId, _Legs] = {}
         self._seen: dict[InstanceId, Seen] = {}
         self._prompt_done_ns: dict[InstanceId, int] = {}  # when the last first token came of it
@@ -274,9 +275,13 @@ class Ledger:
     def expire(self, now_ns: int) -> list[Reservation]:
         """Ends and returns those whose outcome was never told."""
         due: list[Reservation] = []
+        if now_ns < self._due_ns:
+            return due  # to find the oldest takes long where many before it have gone
+        self._due_ns = now_ns + self._ttl_ns
         while self._reservations:
             oldest = next(iter(self._reservations.values()))
             if oldest.expires_ns > now_ns:
+                self._due_ns = oldest.expires_ns
                 break
             due.append(oldest)
             self.end(oldest.decision_id, now_ns)

@@ -182,6 +182,7 @@ class ResidualTable:
 
     def __init__(self) -> None:
         self._table: dict[tuple[Kind, int], Residuals] = {}
+        self._nothing = Residuals()  # never told anything
 
     def __len__(self) -> int:
         return len(self._table)
@@ -191,7 +192,7 @@ class ResidualTable:
 
     def of(self, kind: Kind, bucket: int) -> Residuals:
         """For reading; nothing measured yet is a guess."""
-        return self._table.get((kind, bucket)) or Residuals()
+        return self._table.get((kind, bucket), self._nothing)
 
     def observe(
         self,

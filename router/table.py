@@ -134,8 +134,12 @@ class PairTable:
     def depths(self, holders: Holders) -> array[float]:
         """As ``cached_blocks``."""
         blocks = array("d", bytes(8 * len(self.row_of)))
-        rows_of = self._rows_of
+        row_of_bit, rows_of = self._row_of_bit, self._rows_of
         for mask, depth in holders:
+            row = row_of_bit.get(mask)
+            if row is not None:
+                blocks[row] = depth
+                continue
             rows = rows_of.get(mask)
             for row in self._find_rows(mask) if rows is None else rows:
                 blocks[row] = depth
