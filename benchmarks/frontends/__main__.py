@@ -55,26 +55,31 @@ def wait_until_it_answers(frontend: Frontend, num_tokens: int) -> None:
     raise SideUnavailable(f"no answer within {READY_S:.0f} s: {said[:300]}")
 
 
-def load(url: str, pid: int, concurrency: int, args: argparse.Namespace) -> dict[str, float]:
+def load(
+    url: str, pid: int, concurrency: int, args: argparse.Namespace, rate: float = 0.0
+) -> dict[str, float]:
     command = [
         "taskset", "-c", str(LOAD_CORE), sys.executable, "-m", "benchmarks.frontends.load",
         "--url", url + PATH, "--model", MODEL_NAME, "--pid", str(pid),
-        "--concurrency", str(concurrency), "--tokens", str(args.tokens),
+        "--concurrency", str(concurrency), "--rate", str(rate), "--tokens", str(args.tokens),
         "--seconds", str(args.seconds), "--warm-s", str(args.warm_s),
     ]  # fmt: skip
     return dict(json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout))
 
 
-def beside(frontend: Frontend, args: argparse.Namespace) -> dict[str, float] | None:
-    """The same request to the mock worker itself, one at a time; None where none can be sent."""
+def beside(
+    frontend: Frontend, args: argparse.Namespace, rate: float = 0.0
+) -> dict[str, float] | None:
+    """The same requests to the mock worker itself, one at a time or so many a second; None where
+    none can be sent."""
     if frontend.worker_url:
-        return load(frontend.worker_url, frontend.pid, 1, args)
+        return load(frontend.worker_url, frontend.pid, 1, args, rate)
     if not frontend.decode_address:
         return None
     command = [
         "taskset", "-c", str(LOAD_CORE), sys.executable, "-m", "benchmarks.frontends.direct",
         "--address", frontend.decode_address, "--tokens", str(args.tokens),
-        "--seconds", str(args.seconds),
+        "--seconds", str(args.seconds), "--rate", str(rate),
     ]  # fmt: skip
     return dict(json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout))
 
@@ -86,6 +91,9 @@ def measure_side(name: str, plan: Plan, args: argparse.Namespace) -> dict[str, A
         result: dict[str, Any] = {"tokens": args.tokens, "beside": beside(frontend, args)}
         for concurrency in args.concurrency:
             result[str(concurrency)] = load(frontend.url, frontend.pid, concurrency, args)
+        for rate in args.rate:
+            result[f"{rate:g}/s"] = load(frontend.url, frontend.pid, 1, args, rate)
+            result[f"{rate:g}/s beside"] = beside(frontend, args, rate)
         result["foreign_cores"] = round(foreign.share(), 2)
     return result
 
@@ -95,6 +103,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=SIDES, default=list(SIDES))
     parser.add_argument("--venvs", type=Path, default=OUT.parent.parent / ".venvs")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 32, 128])
+    parser.add_argument("--rate", type=float, nargs="*", default=[], help="also so many a second")
     parser.add_argument("--tokens", type=int, default=16)
     parser.add_argument("--step-ms", type=float, default=0.0, help="0 = all tokens at once")
     parser.add_argument("--seconds", type=float, default=5.0, help="of each figure")

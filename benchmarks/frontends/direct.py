@@ -1,4 +1,5 @@
-"""What the gateway's mock decode instance takes by itself: one gRPC request at a time.
+"""What the gateway's mock decode instance takes by itself: one gRPC request at a time, or
+``--rate`` a second at random times.
 
 ``python -m benchmarks.frontends.direct --address HOST:PORT`` prints the times of ``load`` as JSON.
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import random
 import time
 
 import uvloop
@@ -22,7 +24,7 @@ NUM_PROMPT_TOKENS = 80
 WARM_S = 0.5
 
 
-async def measure(address: str, num_tokens: int, seconds: float) -> dict[str, float]:
+async def measure(address: str, num_tokens: int, seconds: float, rate: float) -> dict[str, float]:
     async with create_channel(address) as channel:
         stub = instance_pb2_grpc.InstanceServiceStub(channel)
         info = info_from_pb(
@@ -33,7 +35,8 @@ async def measure(address: str, num_tokens: int, seconds: float) -> dict[str, fl
     async with asyncio.timeout(deadline_s), GatewayStub(info) as direct:
         begins = time.perf_counter() + WARM_S
         ends = begins + seconds
-        while time.perf_counter() < ends:
+
+        async def ask() -> None:
             start = time.perf_counter()
             answer = await direct.submit(make_request(prompt, max_tokens=num_tokens), None)
             await answer.has_token.wait()
@@ -42,6 +45,17 @@ async def measure(address: str, num_tokens: int, seconds: float) -> dict[str, fl
             if start >= begins:
                 times.ttft.append((first - start) * 1e3)
                 times.e2e.append((time.perf_counter() - start) * 1e3)
+
+        if rate:
+            async with asyncio.TaskGroup() as asked:
+                source, due = random.Random(1), time.perf_counter()
+                while due < ends:
+                    await asyncio.sleep(max(0.0, due - time.perf_counter()))
+                    asked.create_task(ask())
+                    due += source.expovariate(rate)
+        else:
+            while time.perf_counter() < ends:
+                await ask()
     return {
         "requests": len(times.e2e),
         **{f"ttft_p{p}_ms": percentile(times.ttft, p) for p in (5, 50, 99)},
@@ -53,9 +67,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--address", required=True)
     parser.add_argument("--tokens", type=int, default=16)
+    parser.add_argument("--rate", type=float, default=0.0, help="0 = one after the other")
     parser.add_argument("--seconds", type=float, default=5.0)
     args = parser.parse_args()
-    print(json.dumps(uvloop.run(measure(args.address, args.tokens, args.seconds))))
+    print(json.dumps(uvloop.run(measure(args.address, args.tokens, args.seconds, args.rate))))
 
 
 if __name__ == "__main__":

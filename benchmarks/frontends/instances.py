@@ -2,8 +2,8 @@
 
 ``python -m benchmarks.frontends.instances`` serves until its stdin is closed; the first line that
 it prints has the addresses, as JSON. The decode instance is the real service over an engine that
-computes nothing: all tokens of a request at once, or with ``--step-ms`` one a step, those of every
-running request in the same step.
+computes nothing: all tokens of a request at once, or with ``--step-ms`` the first at once and then
+one a step, those of every running request in the same step.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import cast
 
 import uvloop
 
-from isthmus.common.cluster import Role
+from isthmus.common.cluster import LatencyModel, Role
 from isthmus.common.registry.base import instance_key
 from isthmus.common.registry.embedded import RegistryServer
 from isthmus.common.rpc import bind, create_server
@@ -56,11 +56,10 @@ class InstantEngine:
         events = (Event.ADMITTED, Event.PREFILL_QUEUED, Event.SCHEDULED, Event.PREFILLED)
         running = Running(request, decision, outbox, Timeline(dict.fromkeys(events, now_ns)))
         outbox.put(Started(request.request_id, 0))
-        if self._step_s:
+        # A pair's first token is the prefill instance's: it waits for no step of the other's.
+        if not self._emit(running, 1 if self._step_s else request.sampling.max_tokens):
             self._running[request.request_id] = running
             self._has_work.set()
-        else:
-            self._emit(running, request.sampling.max_tokens)
 
     def abort(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
@@ -107,6 +106,16 @@ class InstantEngine:
         return True
 
 
+def own_latency(step_s: float) -> LatencyModel:
+    """What these instances take: a router that waits for time that nobody needs measures that."""
+    return LatencyModel(
+        prefill_base=0.1,
+        prefill_token=0.0001,
+        decode_base=max(1e3 * step_s, 0.1),
+        decode_seq=0.0,
+    )
+
+
 async def serve(cluster: str, model: str, token_ids: list[int], step_s: float) -> None:
     registry = RegistryServer()
     decode, prefill = (
@@ -116,6 +125,10 @@ async def serve(cluster: str, model: str, token_ids: list[int], step_s: float) -
             model=model,
             block_size=16,
             max_model_len=8192,
+            num_blocks=65_536,
+            max_num_batched_tokens=8192,
+            max_num_seqs=1024,
+            latency=own_latency(step_s),
             report_period_s=1.0,  # as an idle instance does
         )
         for name, role in (("decode-0", Role.DECODE), ("prefill-0", Role.PREFILL))

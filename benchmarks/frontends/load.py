@@ -1,4 +1,7 @@
-"""A closed loop of streamed chat requests that costs little: one thread, epoll, connections kept.
+"""A loop of streamed chat requests that costs little: one thread, epoll, connections kept.
+
+Closed (``--concurrency``: the next request when the last has ended) or open (``--rate``: requests a
+second, at random times, whatever has ended).
 
 ``python -m benchmarks.frontends.load`` prints one JSON object: requests of the measured span, their
 times, and the CPU time that the process tree of ``--pid`` used for them. A request's text begins
@@ -161,7 +164,54 @@ class ClosedLoop:
         connection.send(self._number)
 
 
-def measure(loop: ClosedLoop, pid: int, warm_s: float, seconds: float) -> dict[str, float]:
+class OpenLoop:
+    """Requests at the times of a Poisson process, each on a connection that has nothing to do."""
+
+    def __init__(self, target: Target, rate: float) -> None:
+        self._target, self._rate = target, rate
+        self._connections: dict[int, Connection] = {}
+        self._idle: list[Connection] = []
+        self._poll = select.epoll()
+        self._random = random.Random(1)
+        self._number = random.Random().randrange(10**9)
+
+    def run(self, seconds: float) -> Times:
+        """Requests that end within the next seconds."""
+        times, due = Times(), time.perf_counter()
+        ends = due + seconds
+        while (now := time.perf_counter()) < ends:
+            if now >= due:
+                self._send()
+                due += self._random.expovariate(self._rate)
+                continue
+            for number, _ in self._poll.poll(min(due, ends) - now):
+                connection = self._connections[number]
+                taken = connection.receive()
+                if taken is not None:
+                    times.ttft.append(taken[0])
+                    times.e2e.append(taken[1])
+                    self._idle.append(connection)
+        return times
+
+    def close(self) -> None:
+        self._poll.close()
+        for connection in self._connections.values():
+            connection.socket.close()
+
+    def _send(self) -> None:
+        if self._idle:
+            connection = self._idle.pop()
+        else:
+            connection = Connection(self._target)
+            self._connections[connection.socket.fileno()] = connection
+            self._poll.register(connection.socket, select.EPOLLIN)
+        self._number += 1
+        connection.send(self._number)
+
+
+def measure(
+    loop: ClosedLoop | OpenLoop, pid: int, warm_s: float, seconds: float
+) -> dict[str, float]:
     loop.run(warm_s)
     pids = {process.pid for process in tree(pid)}
     before, start = cpu_seconds(pids), time.perf_counter()
@@ -191,13 +241,14 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--pid", type=int, required=True, help="of the server under test")
     parser.add_argument("--concurrency", type=int, default=1)
+    parser.add_argument("--rate", type=float, default=0.0, help="requests a second; 0 = closed")
     parser.add_argument("--prompt-words", type=int, default=40)
     parser.add_argument("--tokens", type=int, default=16)
     parser.add_argument("--warm-s", type=float, default=2.0)
     parser.add_argument("--seconds", type=float, default=5.0)
     args = parser.parse_args()
     target = make_target(args.url, args.model, args.prompt_words, args.tokens)
-    loop = ClosedLoop(target, args.concurrency)
+    loop = OpenLoop(target, args.rate) if args.rate else ClosedLoop(target, args.concurrency)
     try:
         print(json.dumps(measure(loop, args.pid, args.warm_s, args.seconds)))
     finally:

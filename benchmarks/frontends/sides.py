@@ -17,12 +17,16 @@ from pathlib import Path
 
 from benchmarks.cluster import CLUSTER_NAME, MODEL_NAME, free_port, wait_for
 from benchmarks.peers.vllm_pair import stop_server
-from isthmus.common.config import ClusterConfig, GatewayConfig, ModelConfig
+from isthmus.common.config import ClusterConfig, GatewayConfig, ModelConfig, RouterConfig
 from isthmus.common.model_files import locate_model
 from isthmus.gateway.main import CONFIG_VARIABLE
 from isthmus.gateway.tokenizer import load_tokenizer
 
 FRONTEND_CORE, LOAD_CORE = 0, 1
+AT_ONCE = RouterConfig(policy="least_predicted_load")
+"""Answers every query at once, by load and cached prefix, as Dynamo's router does."""
+DYNAMO_STEP_MS = 5.0
+"""A token takes its mocker so long, more or less, at a ratio of 1 (0 = at once)."""
 TEXT = " the quick brown fox runs over all the hills to see what there is on the"
 
 
@@ -99,7 +103,7 @@ def http_worker(started: Started, plan: Plan, name: str = "worker") -> str:
     return url
 
 
-def isthmus(started: Started, plan: Plan) -> Frontend:
+def isthmus(started: Started, plan: Plan, router: RouterConfig | None = None) -> Frontend:
     tokens = load_tokenizer(locate_model("sample")).encode(TEXT, add_special_tokens=False)
     behind = started.ours(
         "instances", LOAD_CORE, "benchmarks.frontends.instances", "--cluster", CLUSTER_NAME,
@@ -109,7 +113,10 @@ def isthmus(started: Started, plan: Plan) -> Frontend:
     addresses = json.loads(behind.stdout.readline())
     port = free_port()
     config = ClusterConfig(
-        name=CLUSTER_NAME, gateway=GatewayConfig(port=port), model=ModelConfig(path="sample")
+        name=CLUSTER_NAME,
+        gateway=GatewayConfig(port=port),
+        model=ModelConfig(path="sample"),
+        router=router or RouterConfig(),
     )
     gateway = started.ours(
         "gateway", FRONTEND_CORE, "isthmus.gateway.main", "--registry", addresses["registry"],
@@ -122,8 +129,8 @@ def isthmus(started: Started, plan: Plan) -> Frontend:
 
 def dynamo(started: Started, plan: Plan, router_mode: str) -> Frontend:
     python = str(plan.venvs / "front-dynamo" / "bin" / "python")
-    # The mocker knows no step of a given length: it answers at once or at its own pace.
-    speedup = "1" if plan.step_ms else "0"
+    # The mocker knows no step of a given length: its own, divided by the ratio, comes near it.
+    speedup = f"{DYNAMO_STEP_MS / plan.step_ms:g}" if plan.step_ms else "0"
     planes = ["--discovery-backend", "file", "--request-plane", "tcp", "--event-plane", "zmq"]
     # It still writes a line for each request then, as ours does.
     env = {"DYN_FILE_KV": str(plan.folder / "dynamo"), "HF_HUB_OFFLINE": "1", "DYN_LOG": "warn"}
@@ -177,6 +184,7 @@ def vllm(started: Started, plan: Plan, *, is_pair: bool) -> Frontend:
 
 SIDES: dict[str, Callable[[Started, Plan], Frontend]] = {
     "isthmus": isthmus,
+    "isthmus-at-once": lambda started, plan: isthmus(started, plan, AT_ONCE),
     "dynamo-kv": lambda started, plan: dynamo(started, plan, "kv"),
     "dynamo-rr": lambda started, plan: dynamo(started, plan, "round-robin"),
     "sglang": lambda started, plan: sglang(started, plan, is_pair=False),

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 import grpc.aio
 
 from isthmus.common.clock import NS_PER_MS
-from isthmus.common.cluster import InstanceInfo, InstanceState, LoadReport, Role
+from isthmus.common.cluster import InstanceInfo, InstanceState, LatencyModel, LoadReport, Role
 from isthmus.common.errors import IsthmusError
 from isthmus.common.ids import InstanceId
 from isthmus.common.kv_layout import KvLayout
@@ -68,6 +68,10 @@ class FakeDecode:
     model: str = MODEL
     block_size: int = BLOCK_SIZE
     max_model_len: int = 512
+    num_blocks: int = 1024
+    max_num_batched_tokens: int = 64
+    max_num_seqs: int = 64
+    latency: LatencyModel = field(default_factory=LatencyModel)
     report_period_s: float = 0.02  # between load reports, however often they are asked for
     script: Callable[[common_pb2.Request], Script] = lambda _: Script((3 + ord("h"), 3 + ord("i")))
     submitted: list[decode_pb2.Submit] = field(default_factory=list)
@@ -87,16 +91,23 @@ class FakeDecode:
             model=self.model,
             model_path="",
             kv_layout=KvLayout("tiny", 1, 1, 8, self.block_size, "float32"),
-            num_blocks=1024,
-            max_num_batched_tokens=64,
-            max_num_seqs=64,
+            num_blocks=self.num_blocks,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_num_seqs=self.max_num_seqs,
             max_model_len=self.max_model_len,
             connector="local",
+            latency=self.latency,
         )
 
     def load_report(self, seq: int = 1) -> LoadReport:
+        num_blocks = self.num_blocks
         return LoadReport(
-            InstanceId(self.instance_id), self.epoch, seq, 0, num_blocks=1024, free_blocks=1024
+            InstanceId(self.instance_id),
+            self.epoch,
+            seq,
+            0,
+            num_blocks=num_blocks,
+            free_blocks=num_blocks,
         )
 
     @property
