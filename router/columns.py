@@ -100,7 +100,7 @@ class PromptColumns:
 class DecodeColumns:
     """What decode and mixed instances have, one entry each."""
 
-    NUM_COLUMNS = 19
+    NUM_COLUMNS = 21
 
     def __init__(self, views: list[InstanceView]) -> None:
         self.views = views
@@ -118,7 +118,9 @@ class DecodeColumns:
             self.large_base,
             self.large_seq,
             self.large_ctx,
-            self.seqs,  # running, waiting and on their way
+            self.seqs,  # running, waiting and on their way …
+            self.coming,  # … of which so many do not decode yet …
+            self.comes_at,  # … and the first of them should then
             self.context,  # tokens that they attend to
             self.step,  # of those
             self.first,  # step of one sequence, without its context
@@ -165,6 +167,8 @@ class DecodeColumns:
             large_seq,
             large_ctx,
             seqs,
+            load.num_coming,
+            load.comes_ns / NS_PER_MS,
             context,
             step,
             base + seq,

@@ -21,7 +21,7 @@ from __future__ import annotations
 import numpy as np
 
 from isthmus.router.columns import Floats
-from isthmus.router.forecast import Forecast, PromptForecast, least
+from isthmus.router.forecast import Forecast, Missed, PromptForecast, least
 from isthmus.router.links import SETUP_MS
 from isthmus.router.prices import Prices
 
@@ -145,15 +145,15 @@ def _exposed_ms(found: Forecast, scratch: list[Floats]) -> Floats:
     return exposed
 
 
-def local_costs(found: Forecast, prices: Prices, rest: Floats, missed: Floats) -> Floats:
-    """[decodes], with ``decode_costs``. A local prefill takes its whole length from each of the
-    instance's sequences, of which a share misses its target for it (``residents_missed``)."""
+def local_costs(found: Forecast, prices: Prices, rest: Floats, missed: Missed) -> Floats:
+    """[decodes], with ``decode_costs``. Of the instance's sequences, some miss their target for a
+    local prefill."""
     ask, columns, local = found.ask, found.table.decodes, found.local
     if ask.ttft_ms is None:
         costs: Floats = rest + local.ttft + local.prefill * (1.0 + columns.seqs) * prices.decode
         return costs
     total = local.prefill + local.wait
-    total += columns.seqs * missed * np.maximum(local.prefill, ask.press.worth_ms)
+    total += missed.number * np.maximum(local.prefill, ask.press.worth_ms)
     total *= prices.decode
     total += rest
     return total

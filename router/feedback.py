@@ -81,7 +81,7 @@ class Feedback:
     ) -> None:
         prefill, decode = chosen.prefill, chosen.decode
         size = prefill.uncached_tokens, prefill.cached_tokens
-        if chosen.is_local:
+        if chosen.is_local and decode.num_seqs > decode.num_coming:
             decode.view.take_prompt(prefill.prefill_ms, now_ns)
         residuals, quantile = self._knowledge.residuals, query.slo.quantile
         bucket = bucket_of(query.num_prompt_tokens)

@@ -32,6 +32,9 @@ from isthmus.router.types import RouteQuery
 
 MAX_HOLDERS = 4  # decode instances that a prompt's KV may be fetched from, for one decision
 MAX_SHARE = 0.9
+TPOT_RISK = 5.0
+"""Times the misses that its class allows: how likely one query may be to miss its TPOT target.
+Most run no risk at all, and who waits for one that has none misses its TTFT target for sure."""
 NEVER = float("inf")
 
 
@@ -71,6 +74,11 @@ class Ask:
     spares_residents: bool = True
     last: LastServed | None = None
     left_alone: InstanceId | None = None  # whose room is kept for another query
+
+    @property
+    def tpot_quantile(self) -> float:
+        """Of measured / predicted, with which decode steps must be within targets."""
+        return max(min(0.5, self.quantile), 1.0 - TPOT_RISK * (1.0 - self.quantile))
 
 
 @dataclass(slots=True)
@@ -325,7 +333,7 @@ def _decodes(
         left = np.where(local.barred == 0.0, np.maximum(local.wait - handoff_ms, 0.0), 0.0)
         tpot = np.maximum(steady, step + left / output)
     alone = columns.step_of_one_ms(query.num_prompt_tokens)
-    ratio = ask.tpot.within(ask.quantile, most_ratio(ask.tpot_ms, least(alone)), ask.now_ns)
+    ratio = ask.tpot.within(ask.tpot_quantile, most_ratio(ask.tpot_ms, least(alone)), ask.now_ns)
     quantile = quantile_of(tpot, ratio)
     own_missed: Floats | None = None
     late: Floats | None = None
@@ -352,11 +360,31 @@ def _decodes(
     )
 
 
-def residents_missed(found: Forecast) -> Floats:
-    """Share of the sequences of each decode instance that would miss their TPOT target for the
-    prompt, if it were computed there."""
-    columns = found.table.decodes
-    return _missed(columns.tightest - found.decode.quantile, found.local.prefill, found.ask)
+@dataclass(slots=True)
+class Missed:
+    """Of the sequences of each decode instance, those that would miss their TPOT target for the
+    prompt if it were computed there: how many, and what share of those that fare worst."""
+
+    number: Floats
+    share: Floats
+
+
+def residents_missed(found: Forecast, now_ms: float) -> Missed:
+    """It delays those that decode by its whole length, and those that are on their way by what is
+    left of it when the first of them should come. How long their answers are is what is unsure, so
+    steps count as expected."""
+    columns, local, ask = found.table.decodes, found.local, found.ask
+    slack = columns.tightest - found.decode.tpot
+    here = columns.seqs - columns.coming
+    share = np.where(here > 0.0, _missed(slack, local.prefill, ask), 0.0)
+    number = here * share
+    if np.count_nonzero(columns.coming):
+        left = now_ms + local.ttft - columns.comes_at
+        np.minimum(np.maximum(left, 0.0, out=left), local.prefill, out=left)
+        late = _missed(slack, left, ask)
+        number += columns.coming * late
+        np.maximum(share, late, out=share)
+    return Missed(number, share)
 
 
 def _missed(slack_ms: Floats, delay_ms: Floats, ask: Ask) -> Floats:
@@ -367,14 +395,14 @@ def _missed(slack_ms: Floats, delay_ms: Floats, ask: Ask) -> Floats:
     return ask.shares.below(needed)
 
 
-def keeps_local(found: Forecast, missed: Floats) -> Bools:
-    """Where the TPOT promises are kept also if the prompt is computed there (``missed``:
-    ``residents_missed``). However long it has waited: a prompt may take minutes, and nobody joins
-    meanwhile."""
+def keeps_local(found: Forecast, missed: Missed) -> Bools:
+    """Where the TPOT promises are kept also if the prompt is computed there: a few residents may
+    miss theirs for it, which the cost counts. However long it has waited: a prompt may take
+    minutes, and nobody joins meanwhile."""
     ask, decode = found.ask, found.decode
     if not ask.spares_residents and not found.remote.num_usable:
         return decode.is_kept
-    is_kept: Bools = missed <= 1.0 - ask.quantile
+    is_kept: Bools = missed.share <= 1.0 - ask.quantile
     if ask.tpot_ms is not None:
         is_kept &= decode.quantile <= ask.tpot_ms
     return is_kept

@@ -120,7 +120,7 @@ class GoodputPolicy:
         least_pair = least(pairs)
         if np.count_nonzero(starts) < len(starts):
             pairs[~starts] = NEVER
-        alone = self._alone(found, prices, rest, may_decode, ratios[1], least_pair)
+        alone = self._alone(found, prices, rest, may_decode, ratios[1], least_pair, now_ms)
         chosen = self._choose(table, pairs, alone, explores)
         if chosen is None:
             weighed.obstacle = _obstacle(found, starts, may_decode)
@@ -178,6 +178,7 @@ class GoodputPolicy:
         may_decode: Bools,
         ratio: float,
         least_pair: float,
+        now_ms: float,
     ) -> Floats:
         """Costs of local prefills, infinite where a promise would be broken or none could begin.
         With time to wait for whoever is there for it, a local prefill must be worth more than the
@@ -185,7 +186,7 @@ class GoodputPolicy:
         ask, local, is_urgent = found.ask, found.local, found.ask.ttft_ms is not None
         if is_urgent and least_local_cost(found, prices, rest) > least_pair:
             return found.table.nowhere
-        missed = residents_missed(found)
+        missed = residents_missed(found, now_ms)
         may_local = may_decode & keeps_local(found, missed)
         may_local &= local.wait <= found.table.local.ahead
         if is_urgent and not local.is_surely_within(ask.left_ms, ratio):

@@ -38,6 +38,7 @@ from isthmus.router.weighed import DECODE_FULL
 
 LAST_CHANCE = 0.25  # of the time waited so far, when no more is left
 SPEED_MEMORY_MS = 2_000.0
+SPEED_MEMORY_PROMPTS = 4.0  # at least so many mean prompts
 PLAN_MS = 10  # between two looks at who must be left out
 MAX_PASSED_OVER = 4  # queries that find no place, before the rest of a line is not asked
 LONGEST_WAIT_MS = 50  # for news that does not come
@@ -85,16 +86,20 @@ class Pool:
 
     def started(self, work_ms: float, now_ns: int) -> None:
         """One prompt occupies one worker, however long it is."""
-        self.started_ms = self._decayed(now_ns) + min(work_ms, SPEED_MEMORY_MS)
+        self.started_ms = self._decayed(now_ns) + min(work_ms, self._memory_ms)
         self.started_at_ns = now_ns
 
     def speed(self, now_ns: int) -> float:
         """Work done in a time, in workers: those for prompts, or more where others help out."""
-        return max(float(self.num_workers), self._decayed(now_ns) / SPEED_MEMORY_MS)
+        return max(float(self.num_workers), self._decayed(now_ns) / self._memory_ms)
+
+    @property
+    def _memory_ms(self) -> float:
+        return max(SPEED_MEMORY_MS, SPEED_MEMORY_PROMPTS * self.demand.mean_work_ms)
 
     def _decayed(self, now_ns: int) -> float:
         age_ms = (now_ns - self.started_at_ns) / NS_PER_MS
-        return self.started_ms * exp(-age_ms / SPEED_MEMORY_MS)
+        return self.started_ms * exp(-age_ms / self._memory_ms)
 
 
 @dataclass(frozen=True, slots=True)

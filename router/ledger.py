@@ -31,6 +31,7 @@ from isthmus.common.state_machine import Transitions
 
 SETTLE_MS = 1_000
 NO_LIMIT = float("inf")
+NEVER_NS = 1 << 62
 
 
 class ReservationState(Enum):
@@ -63,6 +64,7 @@ class Burden:
     context_tokens: int  # that each of its decode steps attends to, on average
     blocks: int
     tpot_limit_ms: float = NO_LIMIT  # its own target, which newcomers must leave it
+    handoff_ms: float = 0.0  # until it decodes, as predicted when it was sent
 
 
 @dataclass(slots=True)
@@ -80,13 +82,19 @@ class Reservation:
     def is_local(self) -> bool:
         return self.prefill_at == self.decode_at
 
+    @property
+    def comes_ns(self) -> int:
+        """When it should begin to decode, if its prompt is computed elsewhere."""
+        return self.made_ns + int(self.burden.handoff_ms * NS_PER_MS)
+
 
 @dataclass(slots=True)
 class PendingLoad:
     """On top of an instance's last report. Of all that this router knows to be there:
     ``tightest_tpot_ms`` of the decode legs, ``prompts_ms`` of prompts without a first token,
     ``head_ms`` of the oldest of them, which is computed since ``head_since_ns`` at the earliest;
-    ``num_strange``: sequences in the last report that are not this router's.
+    ``num_strange``: sequences in the last report that are not this router's; ``num_coming``: decode
+    legs whose prompts are computed elsewhere, of which the first should come at ``comes_ns``.
     """
 
     prefill_seqs: int = 0
@@ -100,6 +108,8 @@ class PendingLoad:
     head_ms: float = 0.0
     head_since_ns: int = 0
     num_strange: int = 0
+    num_coming: int = 0
+    comes_ns: int = NEVER_NS
 
 
 @dataclass(slots=True)
@@ -253,9 +263,8 @@ class Ledger:
             legs.prompts.pop(decision_id, None)
             legs.forgotten.pop(decision_id, None)
         # Not local, it goes from incoming to visible since now: no earlier report can contain it,
-        # so it is pending all the same.
-        if reservation.is_local or now_ns <= self._seen.get(reservation.decode_at, _NEVER).at_ns:
-            self._forget_sum(reservation.decode_at)
+        # so it is pending all the same, but it has come.
+        self._forget_sum(reservation.decode_at)
         return reservation
 
     def end(self, decision_id: DecisionId, now_ns: int) -> Reservation | None:
@@ -376,6 +385,7 @@ class Ledger:
         burden = leg.burden
         is_prefill, is_decode = instance_id == leg.prefill_at, instance_id == leg.decode_at
         is_head = is_prefill and not old.prompts_ms
+        is_coming = is_decode and not is_prefill
         self._pending[instance_id] = PendingLoad(
             old.prefill_seqs + is_prefill,
             old.prefill_tokens + burden.prefill_tokens * is_prefill,
@@ -388,6 +398,8 @@ class Ledger:
             burden.prefill_ms if is_head else old.head_ms,
             leg.made_ns if is_head else old.head_since_ns,
             old.num_strange,
+            old.num_coming + is_coming,
+            min(old.comes_ns, leg.comes_ns) if is_coming else old.comes_ns,
         )
 
     def _recomputed(self, instance_id: InstanceId) -> PendingLoad:
@@ -444,4 +456,6 @@ class Ledger:
             head_ms=head.burden.prefill_ms if head is not None else 0.0,
             head_since_ns=max(done_ns, head.made_ns) if head is not None else 0,
             num_strange=seen.num_strange,
+            num_coming=len(incoming),
+            comes_ns=min([leg.comes_ns for leg in incoming], default=NEVER_NS),
         )

@@ -55,6 +55,7 @@ class DecodeOption:
     tpot_ms: float
     wait_ms: float  # until there is a place and blocks for it
     is_full: bool
+    num_coming: int = 0  # of them, those whose prompts are computed elsewhere yet
 
 
 class Predictor:
@@ -233,6 +234,7 @@ def burden(
         context_tokens=query.num_prompt_tokens + output_tokens // 2,
         blocks=query.num_prompt_tokens // decode.view.block_size + 1,
         tpot_limit_ms=NO_LIMIT if limit_ms is None else limit_ms,
+        handoff_ms=prefill.ttft_ms,
     )
 
 

@@ -32,7 +32,10 @@ class RouterConfig(Node):
         2, ge=1, description="router processes, where there are any: one leads, the others stand by"
     )
     min_remote_tokens: int = Field(
-        32, ge=0, description="fewer uncached prompt tokens than this are computed on decode"
+        17,
+        ge=0,
+        description="fewer uncached prompt tokens than this are computed on decode; 17 = what is "
+        "left of a prompt of which every whole block of 16 is there",
     )
     index_max_blocks: int = Field(1_000_000, ge=1, description="bound of the prefix index")
     reservation_ttl_ms: int = Field(

@@ -179,14 +179,14 @@ inline void local_costs(const Forecast& found, const Costs& costs, double ratio)
   const Query& query = found.query;
   const Table& table = found.table;
   const Prompts& local = found.local;
-  const double *seqs = table.decode(kSeqs), *tightest = table.decode(kTightest);
+  const double* seqs = table.decode(kSeqs);
   const double* ahead = table.local(kAhead);
   bool is_alone = !query.spares_residents && !found.remote.num_usable;
   for (int64_t i = 0; i < local.count; i++) {
-    double late = missed(query, tightest[i] - found.quantile[i], local.prefill[i]);
+    Missed residents = residents_missed(found, i);
     bool is_kept = found.is_kept[i] != 0.0;
     if (!is_alone)
-      is_kept = late <= 1.0 - query.quantile &&
+      is_kept = residents.share <= 1.0 - query.quantile &&
                 (!query.has_tpot() || found.quantile[i] <= query.tpot_ms);
     bool may = found.may_decode[i] != 0.0 && is_kept && local.wait[i] <= ahead[i];
     if (query.is_urgent()) may = may && quantile_of(local.ttft[i], ratio) <= query.left_ms;
@@ -196,7 +196,7 @@ inline void local_costs(const Forecast& found, const Costs& costs, double ratio)
               local.prefill[i] * (1.0 + seqs[i]) * query.price_decode;
     } else {
       total = local.prefill[i] + local.wait[i];
-      total += seqs[i] * late * std::max(local.prefill[i], query.worth_ms);
+      total += residents.number * std::max(local.prefill[i], query.worth_ms);
       total *= query.price_decode;
       total += costs.rest[i];
     }

@@ -314,6 +314,27 @@ inline void decodes(Forecast& found) {
   }
 }
 
+// Of a decode instance's sequences, those that would miss their TPOT target for the prompt if it were
+// computed there: how many, and what share of those that fare worst.
+struct Missed {
+  double number, share;
+};
+
+inline Missed residents_missed(const Forecast& found, int64_t i) {
+  const Table& table = found.table;
+  const Query& query = found.query;
+  double slack = table.decode(kTightest)[i] - found.tpot[i], prefill = found.local.prefill[i];
+  double coming = table.decode(kComing)[i], here = table.decode(kSeqs)[i] - coming;
+  double share = here > 0.0 ? missed(query, slack, prefill) : 0.0, number = here * share;
+  if (coming != 0.0) {
+    double left = query.now_ms + found.local.ttft[i] - table.decode(kComesAt)[i];
+    double late = missed(query, slack, std::min(std::max(left, 0.0), prefill));
+    number += coming * late;
+    share = std::max(share, late);
+  }
+  return {number, share};
+}
+
 // For the few decode instances that hold most of the prompt.
 inline void fetches(Forecast& found) {
   const Table& table = found.table;

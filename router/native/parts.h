@@ -21,8 +21,9 @@ enum PromptColumn {
   kHeadLate, kAhead, kTurn, kBarred, kNumPromptColumns
 };
 enum DecodeColumn {
-  kDecodeBase, kSeq, kCtx, kLargeBatch, kLargeBase, kLargeSeq, kLargeCtx, kSeqs, kContext, kStep,
-  kFirst, kRoom, kCapacity, kTokenBytes, kTightest, kPrompt, kPromptAt, kDecodeFactor, kBlockSize,
+  kDecodeBase, kSeq, kCtx, kLargeBatch, kLargeBase, kLargeSeq, kLargeCtx, kSeqs, kComing, kComesAt,
+  kContext, kStep, kFirst, kRoom, kCapacity, kTokenBytes, kTightest, kPrompt, kPromptAt,
+  kDecodeFactor, kBlockSize,
   kNumDecodeColumns
 };
 
@@ -77,7 +78,7 @@ enum Obstacle { kNothing, kNoDecodeInstance, kDecodeFull, kTpot, kPrefillBusy, k
 struct Candidate {
   double row, column, cost;  // row −1: a local prefill
   double cached, uncached, wait, prefill, ttft, factor;
-  double decode_cached, seqs, tpot, is_full;
+  double decode_cached, seqs, tpot, is_full, coming;
 };
 
 struct Answer {

@@ -43,7 +43,7 @@ MAX_CANDIDATES = 4
 _RESIDUALS = "dqq"
 _QUERY = struct.Struct("@6d 3d 5d 2d 3q 3q q qq q qq" + 3 * _RESIDUALS)
 _ANSWER = struct.Struct("@8d")
-_CANDIDATE = struct.Struct("@13d")
+_CANDIDATE = struct.Struct("@14d")
 
 _log = get_logger("router")
 
@@ -117,7 +117,7 @@ class Weigher:
             len(BOUNDS),
             *_residuals(remote, quantile, now_ns),
             *_residuals(local, quantile, now_ns),
-            *_residuals(tpot, quantile, now_ns),
+            *_residuals(tpot, ask.tpot_quantile, now_ns),
         )
         self._library.weigh(parts.buffer_info()[0], self._query_at, self._answer_at)
         return self._told(table, query)
@@ -195,10 +195,12 @@ class Listed(Sequence[Candidate]):
     def _make(self, place: int) -> Candidate:
         numbers = _CANDIDATE.unpack_from(self._numbers, place * _CANDIDATE.size)
         row, column, cost, cached, uncached, wait, prefill, ttft, factor = numbers[:9]
-        decode_cached, seqs, tpot, is_full = numbers[9:]
+        decode_cached, seqs, tpot, is_full, coming = numbers[9:]
         held, view = int(decode_cached), self._decodes[int(column)]
         lacking = self._num_tokens - held
-        decode = DecodeOption(view, held, lacking, int(seqs), tpot, 0.0, is_full != 0.0)
+        decode = DecodeOption(
+            view, held, lacking, int(seqs), tpot, 0.0, is_full != 0.0, int(coming)
+        )
         reason = LocalPrefillReason.NONE
         if row >= 0:
             view = self._prefills[int(row)]

@@ -51,7 +51,7 @@ class Decode:
     is_full: bool
     is_kept: bool
     is_kept_local: bool
-    missed: float  # share of the residents that would miss their TPOT target for a local prefill
+    missed: float  # residents that would miss their TPOT target for a local prefill
     own_missed: float
     least: float
 
@@ -203,8 +203,15 @@ def decode_on(
     needed = num_tokens // size + 1 - local.cached // size
     tightest = float(columns.tightest[row])
     is_kept = ask.tpot_ms is None or quantile <= ask.tpot_ms
-    missed, own_missed = share_missed(ask, tightest - quantile, local.prefill), 0.0
-    is_kept_local = is_kept and missed <= 1.0 - ask.quantile
+    coming, own_missed = float(columns.coming[row]), 0.0
+    here = seqs - coming
+    worst = share_missed(ask, tightest - tpot, local.prefill) if here > 0 else 0.0
+    missed = here * worst
+    if coming:
+        behind = min(max(now_ms + local.ttft - float(columns.comes_at[row]), 0.0), local.prefill)
+        late = share_missed(ask, tightest - tpot, behind)
+        missed, worst = missed + coming * late, max(worst, late)
+    is_kept_local = is_kept and worst <= 1.0 - ask.quantile
     if ask.tpot_ms is not None:
         ratios = np.array([(ask.tpot_ms + FLOOR_MS) / (steady + FLOOR_MS)])
         late = share_missed(ask, ask.tpot_ms - quantile_of(steady, ratio), left)
@@ -289,7 +296,7 @@ def local_cost(
     seqs = float(table.decodes.seqs[row])
     if ask.ttft_ms is None:
         return rest + local.ttft + local.prefill * (1.0 + seqs) * prices.decode
-    lost = seqs * decode.missed * max(local.prefill, ask.press.worth_ms)
+    lost = decode.missed * max(local.prefill, ask.press.worth_ms)
     own = local.prefill + local.wait
     return prices.decode * (own + lost) + rest
 
@@ -319,7 +326,7 @@ def weigh_slowly(
         step_ms(table.decodes, row, 1.0, float(query.num_prompt_tokens))
         for row in range(len(local))
     ]
-    ratio = ask.tpot.within(ask.quantile, most_ratio(ask.tpot_ms, min(alone)), ask.now_ns)
+    ratio = ask.tpot.within(ask.tpot_quantile, most_ratio(ask.tpot_ms, min(alone)), ask.now_ns)
     decodes = [
         decode_on(table, row, query, ask, prompt, handoff_ms, ratio, bool(usable), now_ms)
         for row, prompt in enumerate(local)

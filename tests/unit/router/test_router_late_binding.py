@@ -220,7 +220,7 @@ def test_newcomer_that_pushes_a_resident_over_its_target_waits() -> None:
     slow = replace(LATENCY, decode_seq=10.0)
     cluster.router.state.registered(make_info("d0", Role.DECODE, epoch=2, latency=slow))
     cluster.router.state.deregistered("d1")
-    guarded = Slo("guarded", tpot_ms=55)
+    guarded = Slo("guarded", tpot_ms=45)
     first = admitted(cluster, ask(cluster, "a", slo=guarded))
     admitted(cluster, ask(cluster, "b", slo=guarded))
     assert isinstance(cluster.router.submit(ask(cluster, "c")), Held)
@@ -265,7 +265,7 @@ def test_full_queue_refuses() -> None:
 
 def test_short_prompt_and_mixed_instances_are_served_where_they_decode() -> None:
     cluster = cluster_of()
-    decision = admitted(cluster, ask(cluster, "short", 20)).decision
+    decision = admitted(cluster, ask(cluster, "short", 15)).decision
     assert decision.prefill is None
     assert decision.local_reason is LocalPrefillReason.SHORT_PROMPT
     mixed = Cluster(mixed=1, policy="goodput")

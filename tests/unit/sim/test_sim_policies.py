@@ -56,7 +56,7 @@ def test_a_burst_is_taken_by_both_pools_and_its_longest_prompts_are_given_up() -
     found = {name: run(name, cluster, calls) for name in ("goodput", "least_predicted_load")}
     mine, other = (found[name].report.total for name in ("goodput", "least_predicted_load"))
     assert mine.attainment >= other.attainment + 0.1
-    assert mine.tpot_attainment >= 0.97
+    assert mine.tpot_attainment >= 0.96
     missed = [r.request.num_prompt for r in found["goodput"].records if not r.is_good]
     assert sum(missed) / len(missed) > 2 * sum(c.num_prompt_tokens for c in calls) / len(calls)
 
@@ -85,3 +85,16 @@ def test_short_prompts_without_a_tpot_target_are_served_no_worse_than_by_binding
         for name in ("goodput", "least_predicted_load")
     }
     assert found["goodput"] >= found["least_predicted_load"] - 0.005
+
+
+def test_a_pair_computes_more_prompts_than_its_prefill_instance_could() -> None:
+    """Prompts of two seconds: beside a decode none is short enough, between two of them it is."""
+    rng = random.Random(4)
+    cluster = scenario(1, 1, classes={"default": {"ttft_ms": 6_000.0, "tpot_ms": 66.0}})
+    calls, due_s = [], 0.0
+    for number in range(100):
+        due_s += rng.expovariate(0.5)
+        calls.append(Call(number, due_s, rng.randint(8_000, 12_000), rng.randint(8, 24)))
+    found = run("goodput", cluster, calls).report
+    assert found.total.attainment >= 0.78  # with hardly a local prefill it is 0.71
+    assert 0.1 <= found.local_share <= 0.5
