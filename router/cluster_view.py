@@ -45,7 +45,6 @@ class InstanceView:
     load: LoadReport | None = None
     load_at_ns: int = 0  # when the report came, by this process's monotonic clock
     reported_work_ms: float = 0.0  # prefill work that the report speaks of
-    link_bytes_per_ms: dict[InstanceId, float] = field(default_factory=dict)  # as last reported
     is_registered: bool = True
     is_suspect: bool = False
     prefill_factor: float = 1.0  # measured / predicted
@@ -199,9 +198,6 @@ class ClusterView:
         if report.totals is not learned.seen:
             learned.observe(report.totals)
         view.reported_work_ms = reported_work_ms(learned.model, report)
-        if report.links or view.link_bytes_per_ms:
-            rates = {link.target_id: link.bytes_per_s / 1000 for link in report.links}
-            view.link_bytes_per_ms = rates
         view.is_suspect = False
         return view
 

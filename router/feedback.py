@@ -27,7 +27,8 @@ PUBLISH_MS = 1_000
 @dataclass(slots=True)
 class OpenDecision:
     """A decision whose end is not known yet. ``…_factor``: that the predictions contain;
-    ``prefill_model_ms``: what the instance's model alone said of the prompt."""
+    ``…_model_ms``: what the instance's model alone said of the prompt, and of a decode step among
+    ``num_seqs`` like the request itself."""
 
     decision: RouteDecision
     query: RouteQuery
@@ -40,6 +41,8 @@ class OpenDecision:
     cached_tokens: int
     uncached_tokens: int
     prefill_model_ms: float
+    num_seqs: int
+    step_model_ms: float
     ttft_ms: float  # from the decision: predicted, and as the class's quantile
     ttft_quantile_ms: float
     tpot_ms: float
@@ -98,6 +101,8 @@ class Feedback:
             prefill.cached_tokens,
             prefill.uncached_tokens,
             prefill.view.latency.prefill_ms(*size),
+            decode.num_seqs + 1,
+            _step_model_ms(decode.view, query, decode.num_seqs + 1),
             prefill.ttft_ms,
             scaled(prefill.ttft_ms, residuals.ratio(kind, bucket, quantile, now_ns)),
             decode.tpot_ms,
@@ -184,8 +189,11 @@ class Feedback:
         )
         decode = self._view(made.decode)
         if decode is not None:
+            # As above: reports have told of the steps of an answer long before it ends.
+            step_ms = _step_model_ms(decode, query, made.num_seqs)
+            predicted_ms = made.tpot_ms * step_ms / max(made.step_model_ms, 1e-6)
             decode.measured_ns = now_ns
-            self._predictor.observe_tpot(decode, made.tpot_ms, made.decode_factor, outcome.tpot_ms)
+            self._predictor.observe_tpot(decode, predicted_ms, made.decode_factor, outcome.tpot_ms)
 
     def _blame(self, made: OpenDecision | None, failed: InstanceId, now_ns: int) -> None:
         """Only the epoch that failed: whoever restarted meanwhile is not to blame."""
@@ -207,3 +215,7 @@ class Feedback:
 
     def _view(self, ref: InstanceRef) -> InstanceView | None:
         return self._state.cluster.at_epoch(ref.instance_id, ref.epoch)
+
+
+def _step_model_ms(view: InstanceView, query: RouteQuery, num_seqs: int) -> float:
+    return view.latency.decode_step_ms(num_seqs, num_seqs * query.num_prompt_tokens)

@@ -90,6 +90,15 @@ class Links:
                 rates[rows[source_id], places[target_id]] = own.value
         return rates
 
+    def rate(self, source: InstanceInfo | None, target: InstanceInfo) -> float:
+        """Bytes/ms of one link, as ``rates`` says it; of None: from somewhere in the zone."""
+        if source is None:
+            return self._classes[LinkClass.ZONE].value
+        own = self._pairs.get((source.instance_id, target.instance_id))
+        if own is not None and own.num_samples >= ENOUGH:
+            return own.value
+        return self._classes[link_class(source, target)].value
+
     def observe(
         self, source: InstanceInfo, target: InstanceInfo, num_bytes: int, elapsed_ms: float
     ) -> None:

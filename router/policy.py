@@ -13,9 +13,10 @@ from heapq import nsmallest
 from typing import Protocol, TypeVar
 
 from isthmus.common.types import LocalPrefillReason
+from isthmus.router.cluster_view import InstanceView
 from isthmus.router.decider import local_prefill_reason
 from isthmus.router.pairing import CompatKey
-from isthmus.router.predictor import DecodeOption, PrefillOption, expected_output, transfer_ms
+from isthmus.router.predictor import DecodeOption, PrefillOption, expected_output
 from isthmus.router.sessions import LastServed
 from isthmus.router.types import RouteQuery
 
@@ -30,6 +31,7 @@ class Pool:
 
     ``local`` predicts the prompt computed by a decode instance itself, ``fetched`` by a prefill
     instance that fetches from a decode instance what KV of it that one has, where it would.
+    ``transfer_ms``: until what a decode instance lacks is there, from somebody or anybody.
     ``last``: where the session's last turn was served.
     """
 
@@ -37,6 +39,7 @@ class Pool:
     decodes: list[DecodeOption]
     local: Callable[[DecodeOption], PrefillOption]
     fetched: Callable[[DecodeOption, PrefillOption], PrefillOption]
+    transfer_ms: Callable[[DecodeOption, InstanceView | None], float]
     min_remote_tokens: int
     last: LastServed | None = None
 
@@ -96,7 +99,7 @@ class LeastPredictedLoad:
             for key, options in pool.prefills.items()
         }
         costs = [
-            option.wait_ms + output_tokens * option.tpot_ms + transfer_ms(option)
+            option.wait_ms + output_tokens * option.tpot_ms + pool.transfer_ms(option, None)
             for option in pool.decodes
         ]
         costs = _less_worth(costs, pool.decodes, pool)
@@ -133,7 +136,8 @@ class LeastPredictedLoad:
         pairs = []
         for option in prefills:
             prefill = pool.fetched(decode, option)
-            score = rest_ms + _prefill_cost(prefill, pool) + transfer_ms(decode, prefill.view)
+            score = rest_ms + _prefill_cost(prefill, pool)
+            score += pool.transfer_ms(decode, prefill.view)
             pairs.append(Candidate(decode, prefill, LocalPrefillReason.NONE, score))
         return [*pairs, alone]
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from isthmus.common.clock import NS_PER_MS
 from isthmus.router.cluster_view import InstanceView
 from isthmus.router.ledger import NO_LIMIT, Burden, PendingLoad
-from isthmus.router.links import SETUP_MS
+from isthmus.router.links import SETUP_MS, Links
 from isthmus.router.types import RouteQuery
 
 EXPECTED_OUTPUT_TOKENS = 128  # ô: only right in the mean; a request's own limit caps it
@@ -28,7 +28,6 @@ FACTOR_RANGE = (0.2, 5.0)
 MAX_SURPRISE = 1.5  # as which one measurement counts at most
 MAX_DOUBT_MS = 2_000.0  # of an instance that is silent: the last one there is must still be used
 RATIO_FLOOR_MS = 10.0  # constant overheads must not read as a slow instance when times are tiny
-UNMEASURED_BYTES_PER_MS = 1e6  # 1 GB/s: a modest link; chunks travel while later ones compute
 
 
 @dataclass(slots=True)
@@ -59,13 +58,15 @@ class DecodeOption:
 
 
 class Predictor:
-    """Arithmetic over views for one query after the other; owns only the bounds of one cluster.
+    """Arithmetic over views and links for one query after the other; owns only the bounds of one
+    cluster.
 
     The two ``…_option`` methods run once per instance and query: they are written flat.
     """
 
-    def __init__(self, stale_load_ms: float) -> None:
+    def __init__(self, stale_load_ms: float, links: Links) -> None:
         self._stale_load_ms = stale_load_ms
+        self._links = links
 
     def prefill_option(
         self,
@@ -176,7 +177,7 @@ class Predictor:
             return prefill
         uncached = query.num_prompt_tokens - held
         # What comes back is as fast as what goes there.
-        travel_ms = transfer_time_ms(missing, decode, view)
+        travel_ms = self._travel_ms(missing, decode, view)
         prefill_ms = prefill.factor * view.prefill_ms(uncached, held) + travel_ms
         ttft_ms = prefill.wait_ms + prefill_ms
         return replace(
@@ -186,6 +187,16 @@ class Predictor:
             prefill_ms=prefill_ms,
             ttft_ms=ttft_ms,
         )
+
+    def transfer_ms(self, decode: DecodeOption, source: InstanceView | None) -> float:
+        """Time until the KV that ``decode`` lacks is there from ``source``, or from anywhere."""
+        return self._travel_ms(decode.uncached_tokens, decode, source)
+
+    def _travel_ms(
+        self, num_tokens: int, decode: DecodeOption, source: InstanceView | None
+    ) -> float:
+        rate = self._links.rate(source.info if source is not None else None, decode.view.info)
+        return SETUP_MS + num_tokens * decode.view.token_bytes / rate
 
     def observe_ttft(
         self, view: InstanceView, predicted_ms: float, factor: float, measured_ms: float
@@ -236,19 +247,6 @@ def burden(
         tpot_limit_ms=NO_LIMIT if limit_ms is None else limit_ms,
         handoff_ms=prefill.ttft_ms,
     )
-
-
-def transfer_ms(decode: DecodeOption, source: InstanceView | None = None) -> float:
-    """Time until the KV that ``decode`` lacks is there: over the link from ``source`` as it was
-    measured there, else over one of which nothing is known."""
-    return transfer_time_ms(decode.uncached_tokens, decode, source)
-
-
-def transfer_time_ms(num_tokens: int, decode: DecodeOption, source: InstanceView | None) -> float:
-    """As ``transfer_ms``, of so many tokens."""
-    num_bytes = num_tokens * decode.view.token_bytes
-    measured = source.link_bytes_per_ms.get(decode.view.instance_id) if source is not None else None
-    return SETUP_MS + num_bytes / (measured or UNMEASURED_BYTES_PER_MS)
 
 
 def _corrected(now: float, then: float, predicted_ms: float, measured_ms: float) -> float:

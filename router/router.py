@@ -65,10 +65,10 @@ class Router:
         self._config = config
         self._clock = clock
         self._policy = policy or create_policy(config)
-        self._predictor = Predictor(config.stale_load_ms)
         self._turn = 0
         self._id_prefix = f"{new_decision_id()}-"  # no other router's
         self.state = RouterState(config, clock)
+        self._predictor = Predictor(config.stale_load_ms, self.state.links)
         self.log = DecisionLog()
         self.sessions = Sessions(config.max_sessions, config.session_affinity_ms)
         self.knowledge = Knowledge(self.state.links)
@@ -222,7 +222,8 @@ class Router:
 
         last = self.sessions.last(query)
         minimum = self._config.min_remote_tokens
-        return Pool(prefills, decodes, local, fetched, minimum, last)
+        transfer_ms = self._predictor.transfer_ms
+        return Pool(prefills, decodes, local, fetched, transfer_ms, minimum, last)
 
     def _commit(
         self,

@@ -43,6 +43,27 @@ def test_fit_converges_from_a_guess_that_is_off_by_more_than_two() -> None:
         assert fit.predict(features) == pytest.approx(measured, rel=0.1)
 
 
+@pytest.mark.parametrize("factor", [2.0, 0.5])
+def test_a_change_of_speed_is_known_soon_whatever_does_not_vary(factor: float) -> None:
+    """Steps of few short sequences are nearly all the same, and tell nothing of long ones."""
+    rng, fit = random.Random(5), RecursiveFit.of((45.0, 3.0, 0.003))
+
+    def step(speed: float) -> None:
+        seqs = rng.choice([1.0, 1.0, 2.0, 3.0])
+        exact = 45 + 3 * seqs + 0.003 * 40 * seqs
+        fit.observe((1.0, seqs, 40 * seqs), exact * speed * (1 + rng.gauss(0, 0.1)))
+
+    for _ in range(400):
+        step(1.0)
+    assert fit.predict((1.0, 2.0, 80.0)) == pytest.approx(51.2, rel=0.05)
+    for _ in range(40):
+        step(factor)
+    assert fit.predict((1.0, 2.0, 80.0)) == pytest.approx(51.2 * factor, rel=0.15)
+    for _ in range(100):
+        step(factor)
+    assert fit.predict((1.0, 2.0, 80.0)) == pytest.approx(51.2 * factor, rel=0.05)
+
+
 def test_outliers_hardly_move_a_fit() -> None:
     rng, fit = random.Random(2), RecursiveFit.of(GUESS)
     for _ in range(300):
@@ -265,6 +286,22 @@ def test_prediction_covers_again_within_a_minute_of_a_worker_slowed_to_half() ->
     for kind in (Kind.TTFT, Kind.TPOT):
         assert residuals.coverage(kind, 0.9)[0] >= 0.85
     world.router.state.ledger.check_integrity()
+
+
+def test_one_link_is_as_fast_as_it_is_in_the_table_of_all() -> None:
+    links, places = Links(), [("a", "x"), ("a", "x"), ("b", "x"), ("c", "y")]
+    infos = [
+        make_info(f"i{number}", Role.MIXED, node=node, zone=zone)
+        for number, (node, zone) in enumerate(places)
+    ]
+    links.reported(infos[0], infos[2], 3e3)
+    links.observe(infos[1], infos[3], 10**6, 500.0)
+    table = links.rates(infos, infos)
+    singly = [[links.rate(source, target) for target in infos] for source in infos]
+    assert table.tolist() == singly
+    assert singly[0][2] == 3e3
+    links.forget(infos[2].instance_id)
+    assert links.rate(infos[0], infos[2]) == FIRST_RATES[LinkClass.ZONE]
 
 
 def test_what_an_instance_reports_of_its_links_counts_at_once_and_goes_with_it() -> None:
