@@ -210,10 +210,18 @@ class RemoteDecider:
             await asyncio.sleep(backoff.next_s())
 
     async def _follow_leader(self) -> None:
-        watch = resume_watch(self._registry, self._key)
+        is_told = False
+
+        def on_listed(is_connected: bool) -> None:
+            """A watch that is begun anew cannot tell that who led before it has gone."""
+            if is_connected and self._is_led and not is_told:
+                self._on_leader(None)
+
+        watch = resume_watch(self._registry, self._key, on_connected=on_listed)
         try:
             async for event in watch:
                 if event.key == self._key:
+                    is_told = True
                     self._on_leader(RouterRecord.decode(event.entry.value) if event.entry else None)
         finally:
             await watch.aclose()

@@ -289,6 +289,37 @@ async def test_a_watch_for_who_leads_that_breaks_is_begun_anew(
 
 
 @pytest.mark.asyncio
+async def test_a_watch_begun_anew_finds_out_that_the_leader_has_gone(
+    registry: MemoryRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody tells it what went while it was not there."""
+    listed, gone = registry.list_and_watch, asyncio.Event()
+
+    async def listed_later(prefix: str) -> Listing:
+        await gone.wait()
+        return await listed(prefix)
+
+    async with led(registry) as (leader, decider):
+        monkeypatch.setattr(registry, "list_and_watch", listed_later)
+        broken = asyncio.Event()
+
+        def on_leader(_: object) -> None:
+            broken.set()
+            raise ValueError("not foreseen")
+
+        with monkeypatch.context() as breaks:
+            breaks.setattr(decider, "_on_leader", on_leader)
+            await leader.die()
+            await asyncio.wait_for(broken.wait(), 60)
+        assert decider.leader == leader.record, "what the event said was lost with it"
+        gone.set()
+        await poll_until(lambda: decider.leader is None, timeout_s=60)
+        asker = Asker()
+        decider.ask(make_query(), asker, may_wait=True)
+        assert (await asker.answer()).policy == OWN_POLICY
+
+
+@pytest.mark.asyncio
 async def test_a_standby_takes_over_with_the_questions_that_wait(
     registry: MemoryRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
