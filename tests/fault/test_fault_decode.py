@@ -25,6 +25,7 @@ pytestmark = [
 LONG = 1_800
 DECODES = ("decode-0", "decode-1")
 ROLES = (Role.PREFILL, Role.DECODE, Role.DECODE)
+PATIENT = {"stale_load_ms": 600_000}  # no silence is taken for a broken stream
 SEEDED = {"temperature": 0.9, "top_p": 0.95, "seed": 5}
 SIGNALS = pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["kill", "stop"])
 
@@ -48,12 +49,18 @@ async def revive(running: Serving, instance_id: str, how: signal.Signals) -> Non
 async def test_lost_before_the_first_token_is_retried_elsewhere(
     model: Path, oracle: Oracle, tmp_path: Path, how: signal.Signals
 ) -> None:
-    async with serving(model, oracle, tmp_path, *ROLES) as running:
+    async with serving(model, oracle, tmp_path, *ROLES, router=PATIENT) as running:
+        for number, _ in enumerate(DECODES):  # links that are known need no answer to begin
+            running.check(await running.ask(make_prompt(100, 3 + number), max_tokens=8))
         moved = await Moved.mark(running)
+        # Nothing is computed meanwhile, however long this machine takes to strike.
+        prefill = running.workers["prefill-0"]
+        prefill.signal(signal.SIGSTOP)
         answer = running.submit(make_prompt(LONG, 1), max_tokens=8, **SEEDED)
         lost = await running.busy(*DECODES)
         await strike(running, lost, how)
         assert not answer.token_ids
+        prefill.signal(signal.SIGCONT)
         running.check(await answer.end())
         assert {answer.headers["x-isthmus-decode"], lost} == set(DECODES)
         assert await moved.by("isthmus_retries_total", reason="retry") == 1
