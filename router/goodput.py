@@ -10,9 +10,11 @@ seconds of an instance wins.
 from __future__ import annotations
 
 import random
+from collections.abc import Collection
 
 import numpy as np
 
+from isthmus.common.ids import InstanceId
 from isthmus.router.capacity import Capacity
 from isthmus.router.choice import Place, anyone, cheapest, listed
 from isthmus.router.columns import Bools, Floats, PromptColumns
@@ -135,13 +137,18 @@ class GoodputPolicy:
         excess = waits(columns, self._stale_ms, now_ms) - columns.ahead
         return max(0.0, least(excess + columns.barred))
 
-    def capacity(self, table: PairTable, now_ms: float) -> Capacity:
-        """Of the prefill instances, or without any of the mixed and decode ones."""
+    def capacity(
+        self, table: PairTable, now_ms: float, counted: Collection[InstanceId] = ()
+    ) -> Capacity:
+        """Of the prefill instances but those ``counted`` already, or without any of the mixed and
+        decode ones."""
         if table.prefills.num_usable:
             columns, speed = table.prefills, table.speed
         else:
             columns, speed = table.local, np.ones(len(table.local.views))
         usable = columns.barred == 0.0
+        if counted:
+            usable &= [view.instance_id not in counted for view in columns.views]
         return Capacity(waits(columns, self._stale_ms, now_ms)[usable], speed[usable])
 
     def _pairs(

@@ -221,7 +221,7 @@ class HoldingQueue:
         return line.late_ok[0] is held and self._goes_first(held, line, now_ns, is_spare)
 
     def expired(self, now_ns: int) -> list[HeldQuery]:
-        """Whose deadline has come."""
+        """Whose deadline has come: again and again, until they are removed."""
         if self._next_expiry_ns is None or now_ns < self._next_expiry_ns:
             return []
         ended: list[HeldQuery] = []
@@ -229,8 +229,7 @@ class HoldingQueue:
         for held in self._held.values():
             if held.expires_ns is not None and held.expires_ns <= now_ns:
                 ended.append(held)
-            else:
-                self._next_expiry_ns = _earlier(self._next_expiry_ns, held.expires_ns)
+            self._next_expiry_ns = _earlier(self._next_expiry_ns, held.expires_ns)
         return ended
 
     def left_out(

@@ -356,8 +356,9 @@ class Intake:
     def _give_up(
         self, held: HeldQuery, error: IsthmusError | None, now_ns: int, settled: list[Settled]
     ) -> None:
-        self._queue.remove(held.query.request_id)
+        # First what may break off: a query that is in no line any more must have been told why.
         rejected = self._rejected(held.query, error, now_ns)
+        self._queue.remove(held.query.request_id)
         settled.append(Settled(held.query.request_id, rejected))
 
     def _remember(self, model: str, look: Look) -> Pool:

@@ -184,11 +184,8 @@ class Placement:
         now_ms = now_ns / NS_PER_MS
         waits, speeds, seen = [np.zeros(0)], [np.zeros(0)], set[InstanceId]()
         for table in self._table.of_model(model):
-            names = {view.instance_id for view in table.prefills.views}
-            if not seen.isdisjoint(names):
-                continue  # its prefill instances feed others too, and were counted with those
-            seen |= names
-            part = self._policy.capacity(table, now_ms)
+            part = self._policy.capacity(table, now_ms, seen)
+            seen.update(view.instance_id for view in table.prefills.views)
             waits.append(part.waits)
             speeds.append(part.speeds)
         return Capacity(np.concatenate(waits), np.concatenate(speeds))

@@ -150,6 +150,7 @@ class RouterState:
         self.index.forget(view.instance_id)
         self.ledger.forget(view.instance_id)
         self.links.forget(view.instance_id)
+        self.dirty.intersection_update(self.cluster.views)  # which not every policy reads
         self._changed(view.instance_id)
         return True
 

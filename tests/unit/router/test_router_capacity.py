@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from isthmus.common.clock import NS_PER_MS, NS_PER_S
-from isthmus.common.ids import RequestId
+from isthmus.common.cluster import Role
+from isthmus.common.ids import InstanceId, RequestId
 from isthmus.router.capacity import Capacity
 from isthmus.router.demand import Demand
+from isthmus.router.goodput import GoodputPolicy
 from isthmus.router.holding import HeldQuery, HoldingQueue
 from isthmus.router.lengths import FIRST_GUESS, OutputLengths
+from isthmus.router.placement import Placement
 from isthmus.router.quantiles import Residuals
 from isthmus.router.shares import TenantShares
 from isthmus.router.types import RouteQuery
+from tests.support.router_cluster import LAYOUT, Cluster
 
 
 def test_a_worker_that_is_busy_for_minutes_is_none_for_who_has_seconds() -> None:
@@ -52,6 +58,23 @@ def test_a_busy_worker_is_not_reckoned_with() -> None:
     one = Capacity(np.array([0.0, 60_000.0]), np.ones(2))
     assert len(left_out(queue, both)) == 0
     assert len(left_out(queue, one)) == 1
+
+
+@pytest.mark.parametrize("names", [("p0", "p1", "p2"), ("p2", "p1", "p0")])
+def test_each_prefill_instance_counts_once_whomever_it_feeds(names: tuple[str, ...]) -> None:
+    """One may feed decode instances of two kinds, and others one of them alone."""
+    dtypes = {"p0": "bfloat16", "p1": "int8", "p2": "int8", "d0": "bfloat16", "d1": "int8"}
+    cluster = Cluster(policy="goodput")
+    for name in (*names, "d0", "d1"):
+        role = Role.PREFILL if name.startswith("p") else Role.DECODE
+        cluster.join(name, role, kv_layout=replace(LAYOUT, dtype=dtypes[name]))
+    router = cluster.router
+    policy = GoodputPolicy(2_000.0, 32, exploration=0.0)
+    places = Placement(router.state, router.knowledge, policy, router.sessions, cluster.clock)
+    now_ns = cluster.clock.monotonic_ns()
+    assert places.capacity("m", now_ns).waits.size == 3
+    router.state.stream_broken(InstanceId("p1"), 1, "test")
+    assert places.capacity("m", now_ns).waits.size == 2
 
 
 def arrivals(demand: Demand, per_s: float, work_ms: float, slack_ms: float) -> int:

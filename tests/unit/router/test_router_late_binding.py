@@ -119,6 +119,23 @@ def test_cancelled_query_is_never_heard_of_again() -> None:
     assert cluster.router.next_tick_ns() is None
 
 
+def test_a_refusal_that_breaks_off_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever has left the line without a verdict would wait for ever."""
+    cluster = cluster_of()
+    busy(cluster, 3)
+    deadline_ns = cluster.clock.now_ns() + 50 * NS_PER_MS
+    cluster.router.submit(ask(cluster, "late", 600, deadline_ns=deadline_ns))
+    cluster.clock.advance_ms(60)
+    with monkeypatch.context() as broken:
+        broken.setattr(cluster.router.log, "add", lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            tick(cluster)
+    (settled,) = [found for found in tick(cluster) if found.request_id == "late"]
+    assert isinstance(settled.verdict, Rejected)
+    assert isinstance(settled.verdict.error, DeadlineError)
+    assert all(found.request_id != "late" for found in tick(cluster))
+
+
 def test_deadline_ends_a_wait() -> None:
     cluster = cluster_of()
     busy(cluster, 5)

@@ -293,3 +293,17 @@ def test_reading_what_was_never_measured_leaves_no_trace() -> None:
     guess.observe(3.0, 0)
     assert len(table) == 0
     assert table.ratio(Kind.TPOT, 0, 0.5, 0) == 1.0
+
+
+@pytest.mark.parametrize("policy", ["goodput", "least_predicted_load", "round_robin"])
+def test_instances_that_have_gone_leave_nothing_behind(policy: str) -> None:
+    cluster = Cluster(0, 1, policy=policy)
+    state = cluster.router.state
+    for number in range(100):
+        name = InstanceId(f"gone-{number}")
+        cluster.join(name, Role.DECODE)
+        decision = cluster.router.route(make_query(name=str(number), prefer_decode=name))
+        state.deregistered(name)
+        state.stream_broken(name, 1, "test")
+        cluster.router.report(decision.decision_id, Outcome.failed(name))
+    assert len(state.dirty) <= 2
