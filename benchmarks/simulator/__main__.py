@@ -5,8 +5,10 @@
     make bench ARGS="simulator reference --profiles DIR [--colocated FILE]"
     make bench ARGS="simulator scale --profiles DIR --traces DIR [--instances 64 256]"
     make bench ARGS="simulator points --profiles DIR --traces DIR --rates 60 80 [--kinds a100 h100]"
+    make bench ARGS="simulator table --profiles DIR --traces DIR --out DIR [--instances 64 256]"
     make bench ARGS="simulator speed --profiles DIR --traces DIR [--instances 64 1024 10000]"
 
+``table`` bisects too, keeps every run in ``--out`` and goes on where it was interrupted.
 ``DIR``s hold the published profiles and traces, which are not part of the repository.
 """
 
@@ -18,9 +20,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from benchmarks.cluster import OUT
 from benchmarks.simulator.reference import MAX_DIFFERENCE, compare, plan, their_goodput
 from benchmarks.simulator.scale import Load, at_a_rate, goodputs, scenario_of, speed
+from benchmarks.simulator.sheet import write
+from benchmarks.simulator.table import Cell, Point, Runs, cells, fill
 from isthmus.common.config import LoggingConfig
+from isthmus.common.errors import ConfigError
 from isthmus.common.logging import configure_logging
 
 POLICIES = ["round_robin", "least_loaded", "least_predicted_load"]
@@ -105,6 +111,27 @@ def run_points(args: argparse.Namespace) -> dict[str, Any]:
     return {"results": results}
 
 
+def run_table(args: argparse.Namespace) -> dict[str, Any]:
+    """The first policy is held against the best of the others."""
+    profile, runs = args.profiles / "splitwise_perf_model.csv", Runs(args.out)
+
+    def on_point(point: Point) -> None:
+        print(f"  {point.rate:7g}/s  {point.attainment:6.1%} good, {point.cpu_s:.0f} s of CPU",
+              flush=True)  # fmt: skip
+
+    def on_cell(cell: Cell, rate: float | None) -> None:
+        print(f"{cell.load} {cell.instances} x {cell.kinds}, part {cell.part + 1}, "
+              f"{cell.policy}: {rate or 'none'}", flush=True)  # fmt: skip
+        try:
+            write(runs, args.policies, args.out)
+        except ConfigError as error:
+            print(error.message)
+
+    wanted = cells(args.loads, args.instances, args.policies, args.parts)
+    fill(runs, wanted, loads(args.traces), profile, on_point, on_cell)
+    return {"folder": str(args.out)}
+
+
 def run_speed(args: argparse.Namespace) -> dict[str, Any]:
     profile = args.profiles / "splitwise_perf_model.csv"
     results = []
@@ -119,7 +146,13 @@ def run_speed(args: argparse.Namespace) -> dict[str, Any]:
     return {"results": results}
 
 
-RUNS = {"reference": run_reference, "scale": run_scale, "points": run_points, "speed": run_speed}
+RUNS = {
+    "reference": run_reference,
+    "scale": run_scale,
+    "points": run_points,
+    "table": run_table,
+    "speed": run_speed,
+}
 
 
 def main() -> None:
@@ -136,6 +169,8 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=0, help="of a trace, at most; 0 = all")
     parser.add_argument("--copies", type=int, default=1)
     parser.add_argument("--tolerance", type=float, default=0.05)
+    parser.add_argument("--parts", type=int, nargs="+", default=[0], help="of a trace, for table")
+    parser.add_argument("--out", type=Path, default=OUT / "scale", help="folder, for table")
     parser.add_argument("--save", type=Path, help="JSON")
     args = parser.parse_args()
     configure_logging(LoggingConfig(level="error"))
