@@ -22,7 +22,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
-from isthmus.common.clock import NS_PER_MS, NS_PER_S, Clock
+from isthmus.common.clock import NS_PER_MS, Clock
 from isthmus.common.config import TransferConfig
 from isthmus.common.errors import (
     HandshakeError,
@@ -38,6 +38,7 @@ from isthmus.common.transfer import Checksum, TransferOffer, TransferTicket
 from isthmus.common.types import InstanceRef
 from isthmus.kvtransfer.chunks import SourceStores
 from isthmus.kvtransfer.conversion import check_dtypes, check_feeds
+from isthmus.kvtransfer.deadlines import Deadlines
 from isthmus.kvtransfer.handshake import make_offer
 from isthmus.kvtransfer.inbox import Inbox
 from isthmus.kvtransfer.interface import PeerName
@@ -49,7 +50,7 @@ from isthmus.kvtransfer.rank_port import RankPort
 from isthmus.kvtransfer.receive_session import Ignored, ReceiveSession
 from isthmus.kvtransfer.routes import Route
 from isthmus.kvtransfer.send_session import SendSession
-from isthmus.kvtransfer.severing import Severing
+from isthmus.kvtransfer.session_times import SessionTimes
 from isthmus.kvtransfer.tickets import check_ticket
 from isthmus.kvtransfer.writes import Outcome, Sweep, Write
 
@@ -84,13 +85,14 @@ class TransferManager:
         self._peers = PeerTable(self._offer, ports, config.handshake_timeout_ms, self._peer_leaves)
         self._sends: dict[TransferId, SendSession] = {}
         self._receives: dict[TransferId, ReceiveSession] = {}
-        self._opened_ns: dict[tuple[Side, TransferId], int] = {}
+        self._times = SessionTimes(clock, self._observer, self._connector_with)
         self._pollers = Pollers(ports, self._sweep, lambda: bool(self._receives), self._break)
         self._inbox = Inbox(
             self._receives, self._peers, ports, self._observer, self._connector_with
         )
-        self._timer: asyncio.TimerHandle | None = None
-        self._severing = Severing(self._sends, self._forget_epoch, self._arm_timer, self._break)
+        self._deadlines = Deadlines(
+            self._sends, self._receives, clock, self._forget_epoch, self._break
+        )
         self._is_closed = False
         self._failure: IsthmusError | None = None
         self._log = RateLimitedLog(get_logger("kvtransfer"))
@@ -271,8 +273,8 @@ class TransferManager:
             assert send.is_open or not send.is_quiet, f"send session kept: {send.state}"
         for receive in self._receives.values():
             assert receive.is_open or not receive.is_quiescent, f"receive kept: {receive.state}"
-        open_ids = {("send", key) for key in self._sends} | {("receive", k) for k in self._receives}
-        assert set(self._opened_ns) <= open_ids, "a session left its opening time behind"
+        sends: set[tuple[Side, TransferId]] = {("send", key) for key in self._sends}
+        self._times.check_integrity(sends | {("receive", key) for key in self._receives})
 
     def _check_ticket(
         self,
@@ -321,8 +323,8 @@ class TransferManager:
         return self._config.quarantine_ms * NS_PER_MS
 
     def _opened(self, side: Side, ticket: TransferTicket) -> None:
-        self._opened_ns[side, ticket.transfer_id] = self._clock.monotonic_ns()
-        self._arm_timer()
+        self._times.opened(side, ticket)
+        self._deadlines.arm()
         self._pollers.look()
 
     # --- what sessions tell (SendHost, ReceiveHost) -----------------------------------------------
@@ -342,11 +344,11 @@ class TransferManager:
             self._observer.hopeless(self._connector_with(session.ticket.target))
         for port in self._ports:
             port.owner_ended(session)
-        self._arm_timer()
-        self._session_ended("send", session.ticket, session.state.value, session.num_bytes)
+        self._deadlines.arm()
+        self._times.ended("send", session.ticket, session.state.value, session.num_bytes)
 
     def receive_ended(self, session: ReceiveSession) -> None:
-        self._session_ended("receive", session.ticket, session.state.value, session.num_bytes)
+        self._times.ended("receive", session.ticket, session.state.value, session.num_bytes)
         self._pollers.look()
 
     def decline(self, ticket: TransferTicket) -> None:
@@ -376,20 +378,7 @@ class TransferManager:
         self._pollers.look()
 
     def receive_owed(self) -> None:
-        self._arm_timer()
-
-    def _session_ended(self, side: Side, ticket: TransferTicket, state: str, size: int) -> None:
-        opened_ns = self._opened_ns.pop((side, ticket.transfer_id))
-        seconds = (self._clock.monotonic_ns() - opened_ns) / NS_PER_S
-        get_logger("kvtransfer").debug(
-            "transfer ended",
-            request_id=ticket.request_id,
-            transfer=ticket.transfer_id.hex(),
-            side=side,
-            state=state,
-        )
-        other = ticket.target if side == "send" else ticket.source
-        self._observer.session_ended(side, state, self._connector_with(other), size, seconds)
+        self._deadlines.arm()
 
     # --- time ----------------------------------------------------------------------------------
 
@@ -403,9 +392,7 @@ class TransferManager:
             return
         self._is_closed = True
         self._fail_all(TransferError("this instance is shutting down", stage="transfer"))
-        if self._timer is not None:
-            self._timer.cancel()
-        await self._severing.close()
+        await self._deadlines.close()
         await self._pollers.close()
         closed = await asyncio.gather(*(port.close(_CLOSE_TIMEOUT_S) for port in self._ports))
         if not all(closed):
@@ -414,29 +401,7 @@ class TransferManager:
     def expire_due(self) -> None:
         """Ends every session whose deadline or patience has passed, and the writes of those that
         ended long ago. Runs by timer."""
-        now_ns = self._clock.monotonic_ns()
-        for session in self._open_sessions():
-            if session.expires_ns <= now_ns:
-                session.expire()
-        self._severing.sever_due(now_ns)
-        self._arm_timer()
-
-    def _open_sessions(self) -> list[SendSession | ReceiveSession]:
-        sessions: list[SendSession | ReceiveSession] = [
-            *self._sends.values(),
-            *self._receives.values(),
-        ]
-        return [session for session in sessions if session.is_open]
-
-    def _arm_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        deadlines = [session.expires_ns for session in self._open_sessions()]
-        deadlines += self._severing.deadlines()
-        if deadlines and not self._is_closed:
-            delay_s = max(0, min(deadlines) - self._clock.monotonic_ns()) / NS_PER_S
-            self._timer = asyncio.get_running_loop().call_later(delay_s, self.expire_due)
+        self._deadlines.expire_due()
 
     def _break(self, failure: IsthmusError) -> None:
         """No transfer can go on here."""
@@ -447,7 +412,7 @@ class TransferManager:
         self._fail_all(failure)
 
     def _fail_all(self, error: IsthmusError) -> None:
-        for session in self._open_sessions():
+        for session in self._deadlines.open_sessions():
             session.fail(error)
 
     async def sweep_once(self, patience_s: float = 0.0) -> None:

@@ -9,11 +9,12 @@ import triton
 
 from isthmus.kernels.triton.activation import silu_mul
 from isthmus.kernels.triton.kv_blocks import copy_blocks, gather_blocks, scatter_blocks
+from isthmus.kernels.triton.logits import adjust_logits
 from isthmus.kernels.triton.norm import add_rms_norm, rms_norm
 from isthmus.kernels.triton.paged_attention import paged_attention
 from isthmus.kernels.triton.quant import dequantise_kv, quantise_kv
 from isthmus.kernels.triton.rope import rope_and_cache
-from isthmus.kernels.triton.sampling import adjust_logits, describe_tokens, draw_tokens
+from isthmus.kernels.triton.sampling import describe_tokens, draw_tokens
 
 OPS: Mapping[str, Callable[..., Any]] = {
     op.__name__: op

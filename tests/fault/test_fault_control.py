@@ -145,7 +145,7 @@ async def test_a_past_epoch_is_refused_and_its_blocks_rest_while_it_may_write(
         finally:
             old.signal(signal.SIGCONT)
         # It learns that it has been replaced, and ends; that is the proof the blocks waited for.
-        assert await old.wait(20) == 1
+        assert await old.wait() == 1
         await running.wait_at_rest()
         for n in range(4):
             running.check(await running.ask(make_prompt(300, 10 + n), max_tokens=6))

@@ -27,6 +27,7 @@ DECODES = ("decode-0", "decode-1")
 ROLES = (Role.PREFILL, Role.DECODE, Role.DECODE)
 PATIENT = {"stale_load_ms": 600_000}  # no silence is taken for a broken stream
 SEEDED = {"temperature": 0.9, "top_p": 0.95, "seed": 5}
+ATTEMPTS = 4  # at a fault in mid-stream: on a machine that starves all may be over before it
 SIGNALS = pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["kill", "stop"])
 
 
@@ -76,19 +77,25 @@ async def test_lost_in_mid_stream_is_resumed_elsewhere(
     model: Path, oracle: Oracle, tmp_path: Path, how: signal.Signals
 ) -> None:
     async with serving(model, oracle, tmp_path, *ROLES) as running:
-        moved = await Moved.mark(running)
-        answers = [
-            running.submit(make_prompt(60 + n, n), max_tokens=400, **sampling)
-            for n, sampling in enumerate(({}, SEEDED, {}, SEEDED))
-        ]
-        for answer in answers:
-            await answer.until(5)
-        lost = answers[0].headers["x-isthmus-decode"]
-        num_lost = sum(answer.headers["x-isthmus-decode"] == lost for answer in answers)
-        await strike(running, lost, how)
-        assert not any(answer.has_ended for answer in answers)
-        for answer in answers:
-            running.check(await answer.end())
+        for _ in range(ATTEMPTS):
+            moved = await Moved.mark(running)
+            answers = [
+                running.submit(make_prompt(60 + n, n), max_tokens=400, **sampling)
+                for n, sampling in enumerate(({}, SEEDED, {}, SEEDED))
+            ]
+            for answer in answers:
+                await answer.until(5)
+            lost = answers[0].headers["x-isthmus-decode"]
+            num_lost = sum(answer.headers["x-isthmus-decode"] == lost for answer in answers)
+            await strike(running, lost, how)
+            is_in_time = not any(answer.has_ended for answer in answers)
+            for answer in answers:
+                running.check(await answer.end())
+            if is_in_time:
+                break
+            await revive(running, lost, how)
+        else:
+            raise AssertionError("some answer had always ended before its instance")
         assert await moved.by("isthmus_retries_total", reason="resume") == num_lost == 2
         assert await moved.by("isthmus_requests_total", outcome="good") == len(answers)
         await revive(running, lost, how)
@@ -102,18 +109,24 @@ async def test_a_stream_survives_every_instance_it_has_been_on(
 ) -> None:
     """An instance that has restarted is a new one: the stream may come back to it."""
     async with serving(model, oracle, tmp_path, *ROLES) as running:
-        moved = await Moved.mark(running)
-        answer = running.submit(make_prompt(100, 1), max_tokens=1_500, **SEEDED)
-        await answer.until(5)
-        first = answer.headers["x-isthmus-decode"]
-        (second,) = set(DECODES) - {first}
-        await running.kill(first)
-        seen = len(answer.token_ids)
-        await answer.until(seen + 5)  # resumed on the second
-        await running.restart(first)
-        assert not answer.has_ended
-        await running.kill(second)
-        running.check(await answer.end())
+        for _ in range(ATTEMPTS):
+            moved = await Moved.mark(running)
+            answer = running.submit(make_prompt(100, 1), max_tokens=1_500, **SEEDED)
+            await answer.until(5)
+            first = answer.headers["x-isthmus-decode"]
+            (second,) = set(DECODES) - {first}
+            await running.kill(first)
+            if not answer.has_ended:
+                await answer.until(len(answer.token_ids) + 5)  # resumed on the second
+            await running.restart(first)
+            is_in_time = not answer.has_ended
+            if is_in_time:
+                await running.kill(second)
+            running.check(await answer.end())
+            if is_in_time:
+                break
+        else:
+            raise AssertionError("the stream was always faster than a restart")
         assert await moved.by("isthmus_retries_total", reason="resume") == 2
         await running.restart(second)
         await running.wait_at_rest()

@@ -20,6 +20,7 @@ pytestmark = [
 
 LONG = 1_800  # tokens: more than a hundred chunks
 PAIR = (Role.PREFILL, Role.DECODE)
+ATTEMPTS = 4  # at a fault in mid-stream: on a machine that starves all may be over before it
 SEEDED = {"temperature": 0.9, "top_p": 0.95, "seed": 5}
 
 
@@ -58,11 +59,17 @@ async def test_killed_after_completion_nobody_notices(
 ) -> None:
     async with serving(model, oracle, tmp_path, *PAIR) as running:
         moved = await Moved.mark(running)
-        answer = running.submit(make_prompt(200, 1), max_tokens=500)
-        await answer.until(3)  # decode has the KV: it computes
-        await running.kill("prefill-0")
-        assert not answer.has_ended
-        running.check(await answer.end())
+        for salt in range(ATTEMPTS):
+            answer = running.submit(make_prompt(200, salt), max_tokens=500)
+            await answer.until(3)  # decode has the KV: it computes
+            await running.kill("prefill-0")
+            is_in_time = not answer.has_ended
+            running.check(await answer.end())
+            if is_in_time:
+                break
+            await running.restart("prefill-0")
+        else:
+            raise AssertionError("every answer had ended before its prefill instance")
         assert answer.headers["x-isthmus-prefill"] == "prefill-0"
         assert await moved.by("isthmus_local_prefill_total") == 0
         assert await moved.by("isthmus_retries_total") == 0

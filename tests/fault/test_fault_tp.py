@@ -25,7 +25,7 @@ SEEDED = {"temperature": 0.9, "top_p": 0.95, "seed": 5}
 
 
 async def wait_gone(info: InstanceInfo) -> None:
-    await poll_until(lambda: all(process_start(pid) is None for pid in info.rank_pids), 20.0)
+    await poll_until(lambda: all(process_start(pid) is None for pid in info.rank_pids), 60.0)
 
 
 @pytest.mark.parametrize("rank", [0, 1], ids=["leader", "follower"])
@@ -49,7 +49,7 @@ async def lose_a_rank(running: Serving, rank: int) -> InstanceInfo:
     assert (before.kv_layout.tp_size, len(before.rank_pids)) == (2, 2)
     assert before.rank_pids[0] == before.pid
     answers = [
-        running.submit(make_prompt(60 + n, n), max_tokens=120, **sampling)
+        running.submit(make_prompt(60 + n, n), max_tokens=300, **sampling)
         for n, sampling in enumerate(({}, SEEDED))
     ]
     for answer in answers:

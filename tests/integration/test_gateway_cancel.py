@@ -118,7 +118,7 @@ async def test_many_cancels_leave_the_gateway_as_it_was(
 ) -> None:
     gate = asyncio.Event()
     fake.script = lambda _: Script(gateway.ids("the one two"), gate=gate, gate_at=1)
-    async with httpx.AsyncClient(base_url=gateway.url, limits=httpx.Limits()) as client:
+    async with httpx.AsyncClient(base_url=gateway.url, limits=httpx.Limits(), timeout=60) as client:
         body = {"model": "tiny", "messages": MESSAGES, "stream": True}
         asking = [
             asyncio.create_task(client.post("/v1/chat/completions", json=body)) for _ in range(40)

@@ -61,7 +61,9 @@ async def test_it_serves_what_is_registered_and_finishes_streams_before_it_ends(
     registry = EmbeddedRegistryClient(address)
     try:
         async with gateway_process(tmp_path, address, free_port) as process:
-            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{free_port}") as client:
+            async with httpx.AsyncClient(
+                base_url=f"http://127.0.0.1:{free_port}", timeout=60
+            ) as client:
                 assert await status(client, "/ready", 503) == 503
                 record = info_to_pb(fake.info).SerializeToString()
                 await registry.put(instance_key("isthmus", fake.instance_id), record)

@@ -58,7 +58,7 @@ class Place:
 
     def leftovers(self) -> list[str]:
         """Processes and files that are still there after a moment; empty when all is tidy."""
-        poll(lambda: not self._present(), 10.0)
+        poll(lambda: not self._present(), 30.0)
         return self._present()
 
     def _present(self) -> list[str]:

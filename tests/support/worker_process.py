@@ -92,7 +92,7 @@ class ChildProcess:
     def signal(self, number: signal.Signals) -> None:
         os.kill(self.pid, number)
 
-    async def wait(self, timeout_s: float = 15.0) -> int:
+    async def wait(self, timeout_s: float = 60.0) -> int:
         """The exit code; negative for a signal."""
         await poll_until(lambda: self.exit_code is not None, timeout_s)
         assert self.exit_code is not None

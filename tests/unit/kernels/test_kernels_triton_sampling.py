@@ -13,6 +13,7 @@ from isthmus.common.types import SamplingParams
 from isthmus.kernels import reference
 from isthmus.kernels.tolerances import assert_close
 from isthmus.kernels.triton import sampling
+from isthmus.kernels.triton.logits import adjust_logits
 from isthmus.kernels.types import Penalties
 from tests.support.sampling_rows import SamplingCase, sampling_cases
 
@@ -117,7 +118,7 @@ def test_adjusted_logits_are_the_bits_of_the_reference(
         else None,
     }
     actual, expected = logits.clone(), logits.clone()
-    sampling.adjust_logits(actual, **arguments)
+    adjust_logits(actual, **arguments)
     reference.adjust_logits(expected, **arguments)
     assert torch.equal(actual, expected)
 

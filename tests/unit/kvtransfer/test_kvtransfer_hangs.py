@@ -151,7 +151,7 @@ async def test_a_peer_that_cannot_be_dropped_is_told_of(monkeypatch: pytest.Monk
         pair.prefill.manager._on_failed = told.append
         await hung_send(pair)
         with monkeypatch.context() as patch:
-            patch.setattr(pair.prefill.manager._severing, "_forget", breaks)
+            patch.setattr(pair.prefill.manager._deadlines._severing, "_forget", breaks)
             pair.clock.advance_ms(600_100)
             pair.prefill.manager.expire_due()
             await poll_until(lambda: bool(told))
