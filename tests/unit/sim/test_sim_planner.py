@@ -25,8 +25,6 @@ def prompts(**changes: object) -> dict[str, object]:
         "workload": PROMPTS,
         "classes": {"default": {"ttft_ms": 150.0, "tpot_ms": 100.0}},
         "dispatch_ms": 0.0,
-        # All or none are in time then; a policy that leaves some out would blur that.
-        "router": {"policy": "least_predicted_load"},
     } | changes
 
 
