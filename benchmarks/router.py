@@ -23,6 +23,7 @@ from itertools import count
 from pathlib import Path
 from resource import getpagesize
 
+from isthmus.common import collection
 from isthmus.common.clock import SystemClock
 from isthmus.common.cluster import Role
 from isthmus.common.config import LoggingConfig, RouterConfig
@@ -206,6 +207,7 @@ def main() -> None:
     args = parser.parse_args()
     random.seed(0)
     configure_logging(LoggingConfig(level="warning"))
+    collection.settle()  # as routers and gateways do
     show("yardstick: adding up 10 000 integers", measure(lambda: add_up(10_000), 200, lambda: None))
     for instances in map(int, args.instances.split(",")):
         for policy in args.policies.split(","):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import gc
 import os
 import signal
 import socket
@@ -22,6 +21,7 @@ from pathlib import Path
 import uvloop
 from pydantic import ValidationError
 
+from isthmus.common import collection
 from isthmus.common.addresses import join_address
 from isthmus.common.clock import SystemClock
 from isthmus.common.config import ClusterConfig
@@ -75,8 +75,7 @@ async def serve(
         routing = Routing(args, registry)
         gateway = build_gateway(config, model, routing.router, routing.decider, SystemClock())
         server = HttpServer(create_app(gateway), config.lifecycle.drain_ms / MS_PER_S)
-        gc.collect()
-        gc.freeze()  # vocabulary and application are permanent: no collection walks over them
+        collection.settle()
         _handle_signals(server)
         host, port = listeners[0].getsockname()[:2]
         get_logger("gateway").info(

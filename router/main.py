@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import gc
 import os
 import signal
 import sys
@@ -20,6 +19,7 @@ import uvloop
 from prometheus_client import start_http_server
 from pydantic import ValidationError
 
+from isthmus.common import collection
 from isthmus.common.clock import SystemClock
 from isthmus.common.config import ClusterConfig
 from isthmus.common.errors import ConfigError, IsthmusError
@@ -84,8 +84,7 @@ async def serve(args: RouterArgs) -> None:
     try:
         await feed.wait_listed(LISTED_S)  # who leads should know whom to choose from
         record = await host.start(f"{config.host}:{server.server_port}")
-        gc.collect()
-        gc.freeze()
+        collection.settle()
         log.info("router answers", address=record.address, metrics=record.metrics_address)
         await stop.wait()
     finally:
