@@ -289,9 +289,10 @@ def test_prices_count_nobody_twice_and_no_request_for_its_size(
 
 def test_reading_what_was_never_measured_leaves_no_trace() -> None:
     table = ResidualTable()
-    guess = table.of(Kind.TTFT, 0)
-    guess.observe(3.0, 0)
+    assert table.of(Kind.TTFT, 0).ratio(0.9, 0) > 1.0
     assert len(table) == 0
+    table.observe(Kind.TTFT, 0, 3_000.0, 1_000.0, 0.9, 2_000.0, 0)
+    assert len(table) == 1
     assert table.ratio(Kind.TPOT, 0, 0.5, 0) == 1.0
 
 
