@@ -66,10 +66,12 @@ class Side:
         return (*SHAPES[self.shape], "--set", f"router.policy={self.policy}")
 
 
-def unloaded_targets(model: Path, mix: Mix, slack: float, seed: int) -> Targets:
+def unloaded_targets(
+    model: Path, mix: Mix, slack: float, seed: int, more: Sequence[str] = ()
+) -> Targets:
     """Medians of lone requests on one mixed instance with one core, times ``slack``."""
     calls = LoadPlan(NUM_UNLOADED, seed, mix).calls(1.0)
-    with serve(model, *ONE_MIXED, "--set", "mixed.cpus=[0]") as cluster:
+    with serve(model, *ONE_MIXED, "--set", "mixed.cpus=[0]", *more) as cluster:
         records = []
         for call in calls:
             alone = [Call(call.index, 0.0, call.num_prompt_tokens, call.num_output_tokens)]
@@ -86,9 +88,17 @@ async def _send(
         return await run_calls(endpoint, calls, PromptMaker(seed, VOCAB))
 
 
-def measure(model: Path, side: Side, calls: Sequence[Call], targets: Targets, seed: int) -> Summary:
-    """One run on a fresh cluster: nothing of an earlier rate waits or is cached."""
-    with serve(model, *side.flags) as cluster:
+def measure(
+    model: Path,
+    side: Side,
+    calls: Sequence[Call],
+    targets: Targets,
+    seed: int,
+    more: Sequence[str] = (),
+) -> Summary:
+    """One run on a fresh cluster: nothing of an earlier rate waits or is cached. ``more``: flags of
+    ``isthmus up``."""
+    with serve(model, *side.flags, *more) as cluster:
         warm = [Call(-1 - i, 0.0, 64, 4) for i in range(2)]
         asyncio.run(_send(cluster, warm, seed + 2, targets))
         foreign = ForeignCpu()
@@ -134,6 +144,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--ttft-ms", type=float, help="targets; default: measured")
     parser.add_argument("--tpot-ms", type=float)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument(
+        "--step-tokens", type=int, default=768, help="of each instance: the longest prompt, whole"
+    )
     return parser.parse_args()
 
 
@@ -143,16 +156,17 @@ def main() -> None:
     model = export((OUT / "sample-bf16").resolve())
     mix = MIXES[args.mix]
     sides = [Side(*item.split(":")) for item in args.sides.split(",")]
+    more = ("--max-num-batched-tokens", str(args.step_tokens))
     if args.ttft_ms and args.tpot_ms:
         targets = Targets(args.ttft_ms, args.tpot_ms)
     else:
-        targets = unloaded_targets(model, mix, args.slack, args.seed)
+        targets = unloaded_targets(model, mix, args.slack, args.seed, more)
     print(f"targets: TTFT {targets.ttft_ms:.0f} ms, TPOT {targets.tpot_ms:.1f} ms", flush=True)
     found: dict[str, list[Summary]] = {side.name: [] for side in sides}
     for rate in (float(item) for item in args.rates.split(",")):
         calls = LoadPlan(args.calls, args.seed, mix).calls(rate)
         for side in sides:
-            found[side.name].append(measure(model, side, calls, targets, args.seed))
+            found[side.name].append(measure(model, side, calls, targets, args.seed, more))
     write(args, targets, found)
 
 
