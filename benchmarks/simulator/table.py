@@ -28,7 +28,9 @@ ASKED = 0.9
 KINDS = (("a100",), ("a100", "h100"))
 SMALL = 64  # instances, for which ``GUESSES`` and numbers of requests are
 REQUESTS = {"azure": (1_500, 3_000), "mooncake": (1_500, 2_400)}  # with A100 alone, with both kinds
-"""Five TTFT targets long at the rates that the best policy holds, or longer."""
+"""Five TTFT targets long at the rates that the best policy holds, or longer …"""
+LARGE = 1.5
+"""… where there are more instances, which share bursts and hold more each."""
 GUESSES = {"azure": (70.0, 150.0), "mooncake": (8.0, 16.0)}
 LEAST = 0.1  # of a guess: whoever does not hold that holds nothing
 
@@ -156,11 +158,15 @@ def cells(
             yield Cell(load, "+".join(kinds), size, policy, part)
 
 
+def num_calls(cell: Cell) -> int:
+    each = REQUESTS[cell.load][cell.kinds.count("+")] / SMALL
+    return round(each * cell.instances * (LARGE if cell.instances > SMALL else 1.0))
+
+
 def calls_of(cell: Cell, load: Load, profile: Path) -> list[Call]:
     """Parts of a trace follow each other; one that is not long enough is repeated, with prefixes
     of its own. Raises ConfigError."""
-    scale = cell.instances / SMALL
-    count = round(REQUESTS[cell.load][cell.kinds.count("+")] * scale)
+    count = num_calls(cell)
     first = cell.part * count
     copies = 1
     while True:
