@@ -28,7 +28,7 @@ ASKED = 0.9
 KINDS = (("a100",), ("a100", "h100"))
 SMALL = 64  # instances, for which ``GUESSES`` and numbers of requests are
 REQUESTS = {"azure": (1_500, 3_000), "mooncake": (1_500, 2_400)}  # with A100 alone, with both kinds
-"""Five TTFT targets long at the rates that the best policy holds, or longer …"""
+"""About five TTFT targets long at the rates that the best policy holds, or longer …"""
 LARGE = 1.5
 """… where there are more instances, which share bursts and hold more each."""
 GUESSES = {"azure": (70.0, 150.0), "mooncake": (8.0, 16.0)}
