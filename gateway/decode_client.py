@@ -207,8 +207,7 @@ class _Stream:
     async def close(self) -> None:
         self._is_broken = True
         self._task.cancel()
-        with suppress(asyncio.CancelledError):
-            await self._task
+        await asyncio.gather(self._task, return_exceptions=True)  # what broke it has been told
         self._fail_all("has left the cluster")
 
     async def _run(self) -> None:
@@ -227,6 +226,10 @@ class _Stream:
                 )
                 await asyncio.sleep(backoff_s)
                 backoff_s = min(2 * backoff_s, LAST_BACKOFF_S)
+        except Exception:
+            self._is_broken = True
+            self._fail_all("is not listened to any more")  # else they wait for their deadlines
+            raise
         finally:
             self.is_live = False
             await channel.close()

@@ -123,6 +123,23 @@ async def test_a_broken_stream_fails_all_its_requests_at_once(fake: FakeDecode) 
 
 
 @pytest.mark.asyncio
+async def test_a_stream_that_stops_for_good_fails_all_its_requests(
+    fake: FakeDecode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def breaks(*_: object) -> None:
+        raise ValueError("not foreseen")
+
+    monkeypatch.setattr(decode_client._Stream, "_dispatch", breaks)
+    client, sink = DecodeClient(SystemClock()), RecordingSink()
+    client.submit(request("r"), decision(fake.info.ref), sink)
+    await poll_until(lambda: sink.is_done)
+    assert isinstance(sink.error, InstanceLostError)
+    assert client.is_broken(fake.info.instance_id)
+    await client.close()
+    await fake.kill()
+
+
+@pytest.mark.asyncio
 async def test_an_address_of_another_role_by_now_is_an_error_soon() -> None:
     server = create_server()
     ref = InstanceRef(InstanceId("decode-9"), 1, await bind(server, "127.0.0.1", 0))
