@@ -27,6 +27,7 @@ class Exchange:
         self.timeline = timeline
         self.error: IsthmusError | None = None
         self.is_done = False  # every choice has finished
+        self.has_flushed = False  # the first content of a stream
         self.choices = [
             Choice(number * plan.num_choices + k, prompt, plan, services, self)
             for number, prompt in enumerate(plan.prompts)
@@ -36,7 +37,7 @@ class Exchange:
         self._waiter: asyncio.Future[None] | None = None
         self._changed: dict[int, Choice] = {}
         self._num_done = 0
-        self._has_begun = self._has_flushed = False
+        self._has_begun = False
         self._accounting: Accounting | None = Accounting(self, services.clock, services.goodput)
         self._loop = asyncio.get_running_loop()
         self._deadline = self._loop.call_later(self.seconds_left(), self._expire)
@@ -93,10 +94,11 @@ class Exchange:
         return changed.values()
 
     def mark_flushed(self, *, has_content: bool) -> None:
-        """Call after bytes have been handed to the client's connection."""
-        is_first = has_content and self.plan.is_streamed and not self._has_flushed
+        """Call when the first content, and the last bytes, have been handed to the client's
+        connection."""
+        is_first = has_content and self.plan.is_streamed and not self.has_flushed
         if is_first:
-            self._has_flushed = True
+            self.has_flushed = True
             self.timeline.mark(Event.FIRST_FLUSH, self._clock.now_ns())
         if self.is_done:
             self.timeline.mark(Event.FINISHED, self._clock.now_ns())

@@ -63,7 +63,6 @@ class EventStreamResponse(StreamingResponse):
         self._answer = answer
         self._watch = watch
         self._on_end = on_end
-        self._has_content = False  # has been sent
 
     async def __call__(
         self,
@@ -114,8 +113,7 @@ class EventStreamResponse(StreamingResponse):
         elif frames:
             body = frames[0] if len(frames) == 1 else b"".join(frames)
             await send({"type": "http.response.body", "body": body, "more_body": True})
-        if is_last or (has_content and not self._has_content):
-            self._has_content = True
+        if is_last or (has_content and not self._exchange.has_flushed):
             self._exchange.mark_flushed(has_content=has_content)
 
     async def _end(self, send: Send, last: bytes) -> None:
