@@ -27,7 +27,7 @@ from functools import partial
 
 import msgspec
 
-from isthmus.common.addresses import listen_on
+from isthmus.common.addresses import join_address, listen_on
 from isthmus.common.errors import HandshakeError, TransferError
 from isthmus.kvtransfer.connectors.collective_links import (
     Incoming,
@@ -123,7 +123,7 @@ class CollectiveConnector:
                 raise
         except OSError as error:
             raise HandshakeError(
-                f"{peer} does not answer at {theirs.host}:{theirs.port}: {error}",
+                f"{peer} does not answer at {join_address(theirs.host, theirs.port)}: {error}",
                 stage="handshake",
             ) from error
         return Reached(partial(self._admit, peer, link, region), link.close)

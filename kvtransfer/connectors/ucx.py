@@ -33,6 +33,7 @@ from typing import Any
 
 import msgspec
 
+from isthmus.common.addresses import join_address
 from isthmus.common.errors import HandshakeError, TransferError
 from isthmus.common.logging import get_logger
 from isthmus.kvtransfer.connectors.local import check_bounds
@@ -141,7 +142,7 @@ class UcxConnector:
                 raise
         except LineError as error:
             raise HandshakeError(
-                f"{peer} cannot be reached at {theirs.host}:{theirs.port}: {error}",
+                f"{peer} cannot be reached at {join_address(theirs.host, theirs.port)}: {error}",
                 stage="handshake",
             ) from error
         self._outgoing[peer] = link, line, region
