@@ -23,6 +23,7 @@ from isthmus.common.errors import (
 from isthmus.common.ids import InstanceId, RequestId, TransferId
 from isthmus.common.logging import get_logger
 from isthmus.common.prefill import PrefillFailed, PrefillPrefixWanted, PrefillUpdate
+from isthmus.common.tasks import tell_if_broken
 from isthmus.common.transfer import TransferTicket
 from isthmus.common.types import Request
 from isthmus.engine.admission import check_request
@@ -195,6 +196,7 @@ class PrefillWorker:
 
     def start(self) -> None:
         self._sweeper = asyncio.create_task(self._expire_holds(), name="hold-expiry")
+        self._sweeper.add_done_callback(tell_if_broken(log, "holds do not expire any more"))
 
     def on_launch(self, launch: StepLaunch) -> None:
         for request_id, num_tokens in launch.num_tokens.items():

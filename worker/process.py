@@ -27,6 +27,7 @@ from isthmus.common.errors import ConfigError, IsthmusError, ModelError
 from isthmus.common.logging import get_logger
 from isthmus.common.registry.embedded import EmbeddedRegistryClient
 from isthmus.common.rpc import bind, create_server, stop_server
+from isthmus.common.tasks import tell_if_broken
 from isthmus.common.types import InstanceRef
 from isthmus.engine.core import EngineCore
 from isthmus.engine.types import StepOutput
@@ -259,6 +260,7 @@ class _Worker:
         watchdog = asyncio.create_task(
             self._watch_progress(engine_loop, runtime.lifecycle, health), name="watchdog"
         )
+        watchdog.add_done_callback(tell_if_broken(log, "nobody looks for hung steps any more"))
         self._stack.callback(watchdog.cancel)
         return health
 

@@ -18,6 +18,7 @@ import grpc.aio
 
 from isthmus.common.clock import Clock
 from isthmus.common.errors import DeadlineError, InstanceLostError, IsthmusError
+from isthmus.common.logging import get_logger
 from isthmus.common.registry.base import Entry, Listing, WatchEvent
 from isthmus.common.registry.memory import MemoryRegistry
 from isthmus.common.rpc import (
@@ -28,6 +29,7 @@ from isthmus.common.rpc import (
     error_from_rpc,
     stop_server,
 )
+from isthmus.common.tasks import tell_if_broken
 from isthmus.protos.v1 import registry_pb2 as pb
 from isthmus.protos.v1 import registry_pb2_grpc
 
@@ -36,6 +38,8 @@ if TYPE_CHECKING:
     Context = grpc.aio.ServicerContext[Any, Any]
 _RequestT = TypeVar("_RequestT")
 _ReplyT = TypeVar("_ReplyT")
+
+_log = get_logger("registry")
 
 
 class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
@@ -120,6 +124,7 @@ class RegistryServer:
         await server.start()
         self._server = server
         self._expiry = asyncio.create_task(self.registry.run_expiry(), name="registry-expiry")
+        self._expiry.add_done_callback(tell_if_broken(_log, "leases do not end any more"))
         return address
 
     async def stop(self, grace_s: float = 0.2) -> None:
