@@ -141,6 +141,9 @@ class _Legs:
     def __len__(self) -> int:
         return len(self.recent) + len(self.settled)
 
+    def has(self, decision_id: DecisionId) -> bool:
+        return decision_id in self.recent or decision_id in self.settled
+
     @property
     def tightest(self) -> float:
         return min(self.limits, default=NO_LIMIT)
@@ -254,12 +257,14 @@ class Ledger:
         reservation.first_token_ns = now_ns
         reservation.expires_ns = now_ns + self._ttl_ns
         self._reservations[decision_id] = self._reservations.pop(decision_id)
-        self._prompt_done_ns[reservation.prefill_at] = now_ns
+        legs = self._by_instance.get(reservation.prefill_at)
+        if legs is not None and legs.has(decision_id):  # else its instance was forgotten meanwhile
+            self._prompt_done_ns[reservation.prefill_at] = now_ns
         self._forget_sum(reservation.prefill_at)
         self.num_freed += 1
         if not reservation.is_local:
             self._drop_leg(reservation.prefill_at, reservation)
-        elif (legs := self._by_instance.get(reservation.prefill_at)) is not None:
+        elif legs is not None:
             legs.prompts.pop(decision_id, None)
             legs.forgotten.pop(decision_id, None)
         # Not local, it goes from incoming to visible since now: no earlier report can contain it,

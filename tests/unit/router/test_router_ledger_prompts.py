@@ -103,3 +103,15 @@ def test_a_prompt_that_no_report_can_contain_yet_is_not_missing() -> None:
     bench = Bench()
     bench.local("new")
     assert bench.report(0, 0, after_ms=SETTLE_MS // 2) == PROMPT_MS
+
+
+def test_a_first_token_of_an_earlier_epoch_is_none_of_the_prompt_that_is_computed_now() -> None:
+    bench = Bench()
+    bench.remote("old")
+    bench.ledger.forget(PREFILL)
+    bench.remote("new")
+    made_ns = bench.now_ns
+    bench.now_ns += NS_PER_MS
+    bench.first_token("old")
+    assert bench.ledger.pending(PREFILL).head_since_ns == made_ns
+    bench.ledger.check_integrity()
