@@ -54,7 +54,7 @@ class DecodeOption:
     tpot_ms: float
     wait_ms: float  # until there is a place and blocks for it
     is_full: bool
-    num_coming: int = 0  # of them, those whose prompts are computed elsewhere yet
+    num_coming: int  # of ``num_seqs``, those whose prompts are computed elsewhere yet
 
 
 class Predictor:
@@ -132,7 +132,16 @@ class Predictor:
         if is_full:
             share = max(excess / info.max_num_seqs, missing * block_size / max(context, 1))
             wait_ms += min(share, 100.0) * EXPECTED_OUTPUT_TOKENS * step_ms
-        return DecodeOption(view, cached, num_tokens - cached, num_seqs, step_ms, wait_ms, is_full)
+        return DecodeOption(
+            view,
+            cached,
+            num_tokens - cached,
+            num_seqs,
+            step_ms,
+            wait_ms,
+            is_full,
+            pending.num_coming,
+        )
 
     def local_option(
         self,
