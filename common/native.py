@@ -83,8 +83,11 @@ def _find_compiler() -> str:
 
 
 def _default_cache_dir() -> Path:
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "isthmus"
+    root = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return (Path(root) if root else Path.home() / ".cache") / "isthmus"
+    except RuntimeError as error:  # a user that the system does not know
+        raise BuildError(f"nowhere to keep the library: {error}") from error
 
 
 def _digest(sources: Sources, compiler: str) -> str:

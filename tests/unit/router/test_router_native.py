@@ -27,6 +27,16 @@ def test_without_a_compiler_numpy_decides() -> None:
     assert decision.policy == "goodput"
 
 
+def test_a_user_without_a_home_has_numpy_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+    def home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", home)
+    monkeypatch.setattr(weigher, "_library", weigher._library.__wrapped__)
+    assert weigher.Weigher.create(0, 500.0) is None
+
+
 @pytest.mark.skipif(weigher.Weigher.create(0, 0.0) is None, reason="needs a C++ compiler")
 def test_columns_that_come_and_go_are_looked_up_anew() -> None:
     """Each rebuilt table has arrays of its own, and only those are read."""
