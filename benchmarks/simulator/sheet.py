@@ -7,7 +7,7 @@ from dataclasses import asdict
 from math import inf
 from pathlib import Path
 
-from benchmarks.simulator.table import ASKED, STEP, Cell, Known, Runs, known
+from benchmarks.simulator.table import ASKED, STEP, Cell, Known, Point, Runs, known
 from isthmus.workload.plots import new_figure
 
 Row = tuple[str, str, int]
@@ -53,7 +53,7 @@ def write(runs: Runs, policies: list[str], folder: Path) -> None:
         {
             **asdict(cell),
             "known": asdict(known(runs.of(cell))),
-            "points": [_short(p) for p in runs.of(cell)],
+            "points": [_short(point) for point in runs.of(cell)],
         }
         for cell in runs.cells()
     ]
@@ -62,8 +62,8 @@ def write(runs: Runs, policies: list[str], folder: Path) -> None:
     _plot(runs, policies, folder / "scale.png")
 
 
-def _short(point: object) -> dict[str, object]:
-    return {key: value for key, value in asdict(point).items() if key != "cell"}  # type: ignore[call-overload]
+def _short(point: Point) -> dict[str, object]:
+    return {key: value for key, value in asdict(point).items() if key != "cell"}
 
 
 def _rate(rate: Known) -> str:
