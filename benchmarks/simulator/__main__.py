@@ -5,7 +5,7 @@
     make bench ARGS="simulator reference --profiles DIR [--colocated FILE]"
     make bench ARGS="simulator scale --profiles DIR --traces DIR [--instances 64 256]"
     make bench ARGS="simulator points --profiles DIR --traces DIR --rates 60 80 [--kinds a100 h100]"
-    make bench ARGS="simulator table --profiles DIR --traces DIR --out DIR [--instances 64 256]"
+    make bench ARGS="simulator table --profiles DIR --traces DIR --out DIR --policies goodput ..."
     make bench ARGS="simulator speed --profiles DIR --traces DIR [--instances 64 1024 10000]"
 
 ``table`` bisects too, keeps every run in ``--out`` and goes on where it was interrupted.
@@ -165,7 +165,8 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", default=["a100"], help="of GPU, for points")
     parser.add_argument("--rates", type=float, nargs="+", default=[], help="for points")
     parser.add_argument("--loads", nargs="+", default=["mooncake", "azure"])
-    parser.add_argument("--policies", nargs="+", default=POLICIES, help="the last one is held up")
+    parser.add_argument("--policies", nargs="+", default=POLICIES,
+                        help="the last one is held up; of table the first")  # fmt: skip
     parser.add_argument("--requests", type=int, default=0, help="of a trace, at most; 0 = all")
     parser.add_argument("--copies", type=int, default=1)
     parser.add_argument("--tolerance", type=float, default=0.05)
