@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -85,6 +85,8 @@ async def running_gateway(
                 yield running
             finally:
                 reporting.cancel()
+                with suppress(asyncio.CancelledError):
+                    await reporting
             await poll_until(lambda: running.gateway.limiter.num_inflight == 0)
             assert running.gateway.decode_client.num_requests() == 0
             assert router.snapshot().num_reservations == 0
