@@ -127,7 +127,7 @@ class DecodeClient:
     def is_broken(self, instance_id: InstanceId) -> bool:
         """True when a request to it would be refused now. A stream that is not open yet is not."""
         stream = self._streams.get(instance_id)
-        return stream is not None and stream.is_broken
+        return stream is not None and stream.is_broken and not stream.has_stopped
 
     def silent_s(self, instance_id: InstanceId) -> float:
         """Seconds since anything arrived while requests are waiting for it; 0 with none waiting."""
@@ -144,10 +144,10 @@ class DecodeClient:
 
     def _stream(self, ref: InstanceRef) -> _Stream:
         stream = self._streams.get(ref.instance_id)
-        if stream is not None and stream.ref != ref:
-            if stream.ref.epoch > ref.epoch:
-                message = f"{ref.instance_id} has restarted since it was chosen"
-                raise InstanceLostError(message, stage="submit", instance_id=ref.instance_id)
+        if stream is not None and stream.ref != ref and stream.ref.epoch > ref.epoch:
+            message = f"{ref.instance_id} has restarted since it was chosen"
+            raise InstanceLostError(message, stage="submit", instance_id=ref.instance_id)
+        if stream is not None and (stream.ref != ref or stream.has_stopped):
             self._drop(ref.instance_id)
             stream = None
         if stream is None:
@@ -188,7 +188,12 @@ class _Stream:
 
     @property
     def is_broken(self) -> bool:
-        return self._is_broken or self._task.done()
+        return self._is_broken or self.has_stopped
+
+    @property
+    def has_stopped(self) -> bool:
+        """For good, by a fault of ours: the next request has a stream of its own."""
+        return self._task.done()
 
     def submit(self, request: Request, decision: RouteDecision, sink: GenerationSink) -> None:
         if self.is_broken:
@@ -296,8 +301,11 @@ class _Stream:
 
     def _fail_all(self, cause: str) -> None:
         sinks, self._sinks = self._sinks, {}
-        for sink in sinks.values():
-            sink.on_failed(self._lost(cause), self.ref.instance_id)
+        for request_id, sink in sinks.items():
+            try:
+                sink.on_failed(self._lost(cause), self.ref.instance_id)
+            except Exception:  # noqa: BLE001 (one request's fault must not keep it from the others)
+                _log.exception("request failed in the gateway", request_id=request_id)
 
     def _lost(self, cause: str) -> InstanceLostError:
         text = (

@@ -33,6 +33,7 @@ from isthmus.gateway.app import ModelIdentity, build_gateway, create_app
 from isthmus.gateway.routing import Routing
 from isthmus.gateway.server import HttpServer, bind_sockets
 from isthmus.gateway.tokenizer import load_tokenizer
+from isthmus.router.goodput import prepare_policy
 
 CONFIG_VARIABLE = "ISTHMUS_PROCESS_CONFIG"
 MS_PER_S = 1000
@@ -72,6 +73,8 @@ async def serve(
     async with AsyncExitStack() as stack:
         registry = EmbeddedRegistryClient(args.registry)
         stack.push_async_callback(registry.close)
+        if not config.has_router_processes:
+            await asyncio.to_thread(prepare_policy, config.router.policy)
         routing = Routing(args, registry)
         gateway = build_gateway(config, model, routing.router, routing.decider, SystemClock())
         server = HttpServer(create_app(gateway), config.lifecycle.drain_ms / MS_PER_S)

@@ -39,7 +39,7 @@ from isthmus.router.forecast import (
     residents_missed,
     waits,
 )
-from isthmus.router.native import Weigher
+from isthmus.router.native import Weigher, prepare
 from isthmus.router.prices import Prices
 from isthmus.router.quantiles import FLOOR_MS
 from isthmus.router.table import Holders, PairTable
@@ -52,6 +52,12 @@ from isthmus.router.weighed import (
     TTFT,
     Weighed,
 )
+
+
+def prepare_policy(name: str) -> None:
+    """What takes seconds of one that is chosen by ``name``, before a router is made of it."""
+    if name == GoodputPolicy.name:
+        prepare()
 
 
 class GoodputPolicy:

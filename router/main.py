@@ -20,12 +20,14 @@ from prometheus_client import start_http_server
 from pydantic import ValidationError
 
 from isthmus.common import collection
+from isthmus.common.addresses import join_address
 from isthmus.common.clock import SystemClock
 from isthmus.common.config import ClusterConfig
 from isthmus.common.errors import ConfigError, IsthmusError
 from isthmus.common.logging import configure_logging, get_logger
 from isthmus.common.registry.embedded import EmbeddedRegistryClient
 from isthmus.router.feed import ClusterFeed
+from isthmus.router.goodput import prepare_policy
 from isthmus.router.host import RouterHost
 from isthmus.router.router import Router
 
@@ -77,13 +79,14 @@ async def serve(args: RouterArgs) -> None:
         text = f"cannot listen on {config.host}: {error.strerror or error}"
         raise ConfigError(text, stage="start") from error
     registry = EmbeddedRegistryClient(args.registry)
+    await asyncio.to_thread(prepare_policy, config.router.policy)
     router = Router(config.router, clock, tenant_weights=config.tenant_weights)
     feed = ClusterFeed(registry, config.name, router.state, config.router)
     host = RouterHost(router, registry, config, args.router_id, clock)
     feed.start()
     try:
         await feed.wait_listed(LISTED_S)  # who leads should know whom to choose from
-        record = await host.start(f"{config.host}:{server.server_port}")
+        record = await host.start(join_address(config.host, server.server_port))
         collection.settle()
         log.info("router answers", address=record.address, metrics=record.metrics_address)
         await stop.wait()

@@ -4,6 +4,6 @@ C++ with a plain C interface over the columns of a ``PairTable``, compiled on fi
 is named after the module that says the same in numpy; a change of one is a change of the other.
 """
 
-from isthmus.router.native.weigher import Weigher
+from isthmus.router.native.weigher import Weigher, prepare
 
-__all__ = ["Weigher"]
+__all__ = ["Weigher", "prepare"]

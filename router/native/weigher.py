@@ -227,6 +227,11 @@ def _buffer(size: int) -> tuple[array[int], int]:
     return memory, memory.buffer_info()[0]
 
 
+def prepare() -> None:
+    """Compiles it unless it is in the cache: seconds, so not in a loop that has to answer."""
+    _library()
+
+
 @cache
 def _library() -> Library | None:
     """One for the process."""

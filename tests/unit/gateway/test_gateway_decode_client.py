@@ -129,12 +129,16 @@ async def test_a_stream_that_stops_for_good_fails_all_its_requests(
     def breaks(*_: object) -> None:
         raise ValueError("not foreseen")
 
-    monkeypatch.setattr(decode_client._Stream, "_dispatch", breaks)
-    client, sink = DecodeClient(SystemClock()), RecordingSink()
-    client.submit(request("r"), decision(fake.info.ref), sink)
-    await poll_until(lambda: sink.is_done)
+    client, sink, other = DecodeClient(SystemClock()), RecordingSink(), RecordingSink()
+    with monkeypatch.context() as patch:
+        patch.setattr(decode_client._Stream, "_dispatch", breaks)
+        client.submit(request("r"), decision(fake.info.ref), sink)
+        await poll_until(lambda: sink.is_done)
     assert isinstance(sink.error, InstanceLostError)
-    assert client.is_broken(fake.info.instance_id)
+    # The next request has a stream of its own.
+    await poll_until(lambda: not client.is_broken(fake.info.instance_id))
+    client.submit(request("again"), decision(fake.info.ref), other)
+    await poll_until(lambda: client.is_live(fake.info.instance_id))
     await client.close()
     await fake.kill()
 
