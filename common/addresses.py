@@ -14,9 +14,12 @@ def join_address(host: str, port: int) -> str:
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Raises ValueError for what ends without a port."""
+    """Raises ValueError for what ends without a port, as an IPv6 host without brackets does."""
     host, _, port = address.rpartition(":")
-    return without_brackets(host), int(port)
+    number = int(port)
+    if ":" in host and not (host.startswith("[") and host.endswith("]")):
+        raise ValueError(f"an IPv6 host stands in brackets before its port: {address!r}")
+    return without_brackets(host), number
 
 
 def without_brackets(host: str) -> str:
