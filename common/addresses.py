@@ -27,9 +27,11 @@ def without_brackets(host: str) -> str:
 
 
 def family_of(host: str) -> socket.AddressFamily:
-    """Raises OSError for a name that nobody knows."""
+    """IPv4 for a name that has addresses of both, as ``localhost`` has: many connect to that by
+    number. Raises OSError for a name that nobody knows."""
     found = socket.getaddrinfo(host or None, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    return found[0][0]
+    families = [family for family, *_ in found]
+    return socket.AF_INET if socket.AF_INET in families else families[0]
 
 
 def listen_on(host: str, backlog: int | None = None) -> socket.socket:

@@ -36,6 +36,16 @@ def test_any_address_can_be_meant() -> None:
     assert family_of("::") is socket.AF_INET6
 
 
+def test_a_name_with_addresses_of_both_kinds_means_ipv4(monkeypatch: pytest.MonkeyPatch) -> None:
+    both = [
+        (socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("::1", 0, 0, 0)),
+        (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 0)),
+    ]
+    with monkeypatch.context() as resolver:
+        resolver.setattr(socket, "getaddrinfo", lambda *_, **__: both)
+        assert family_of("localhost") is socket.AF_INET
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", pytest.param("::1", marks=needs_ipv6)])
 def test_listening_is_on_that_host_alone(host: str) -> None:
     with listen_on(host) as listener:
