@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 
-from isthmus.common.addresses import join_address
+from isthmus.common.addresses import family_of, join_address
 from isthmus.common.cluster import Role
 from isthmus.common.config import ClusterConfig, ModelConfig, PoolConfig
 from isthmus.common.errors import ConfigError
@@ -193,16 +193,14 @@ def probe_ports(host: str, port: int, count: int) -> int:
 def probe_port(host: str, port: int, option: str) -> int:
     """The port if it can be bound, or a free one for 0. Raises ConfigError otherwise."""
     try:
-        family, kind, _, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-    except socket.gaierror as error:
+        family = family_of(host)
+    except OSError as error:
         message = f"cannot listen on {host}: {error.strerror}"
         raise ConfigError(message, stage="start") from error
-    with socket.socket(family, kind) as probe:
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind(address)
+            probe.bind((host, port))
         except OSError as error:
             raise ConfigError(_explain_bind(host, port, option, error), stage="start") from error
         return int(probe.getsockname()[1])

@@ -39,6 +39,11 @@ def test_port_zero_becomes_a_free_one() -> None:
     assert preflight.probe_port("127.0.0.1", port, "--port") == port
 
 
+def test_no_host_means_any_as_it_does_to_the_gateway() -> None:
+    port = preflight.probe_port("", 0, "--port")
+    assert preflight.probe_port("", port, "--port") == port
+
+
 def test_a_shared_port_is_none_of_the_gateways_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "probe_ports", lambda *_: 9_000)
     gateway = {"port": 9_000, "replicas": 2, "shared_port": 9_001}
