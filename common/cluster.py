@@ -21,7 +21,6 @@ class InstanceState(Enum):
     STARTING = "starting"
     READY = "ready"
     DRAINING = "draining"
-    SWITCHING = "switching"
     STOPPED = "stopped"
     LOST = "lost"
 
@@ -30,9 +29,8 @@ _LOST = frozenset({InstanceState.LOST})
 INSTANCE_TRANSITIONS: Transitions[InstanceState] = Transitions(
     {
         InstanceState.STARTING: frozenset({InstanceState.READY, InstanceState.STOPPED}) | _LOST,
-        InstanceState.READY: frozenset({InstanceState.DRAINING, InstanceState.SWITCHING}) | _LOST,
+        InstanceState.READY: frozenset({InstanceState.DRAINING}) | _LOST,
         InstanceState.DRAINING: frozenset({InstanceState.STOPPED}) | _LOST,
-        InstanceState.SWITCHING: frozenset({InstanceState.READY}) | _LOST,
         InstanceState.STOPPED: frozenset(),
         InstanceState.LOST: frozenset(),
     }

@@ -43,7 +43,6 @@ class FilterReason(Enum):
 
 
 _READY = InstanceState.READY
-_COMING = frozenset({InstanceState.STARTING, InstanceState.SWITCHING})
 _INFEASIBLE = frozenset({FilterReason.TOO_LONG, FilterReason.TOO_BIG})
 
 
@@ -107,7 +106,7 @@ def _why_nobody(of_model: Sequence[InstanceView]) -> str:
     states = {view.info.state for view in of_model if not view.is_suspect}
     if InstanceState.READY in states or not states:
         return "out_of_reach"  # its breaker is open, its stream broke, or it is excluded
-    return "starting" if states & _COMING else "draining"
+    return "starting" if InstanceState.STARTING in states else "draining"
 
 
 def overload(options: Iterable[DecodeOption]) -> CapacityError | None:
@@ -129,6 +128,6 @@ def _wait_ms(view: InstanceView, reason: FilterReason | None, now_ns: int) -> in
         return view.breaker.wait_ms(now_ns)
     if reason is FilterReason.SUSPECT:
         return SUSPECT_RETRY_MS
-    if reason is FilterReason.NOT_READY and view.info.state in _COMING:
+    if reason is FilterReason.NOT_READY and view.info.state is InstanceState.STARTING:
         return STARTING_RETRY_MS
     return RETRY_MS
