@@ -71,12 +71,13 @@ class Severing:
         task.add_done_callback(lambda ended: self._severed(peer, ended))
 
     def _severed(self, peer: InstanceRef, task: asyncio.Task[None]) -> None:
-        del self._tasks[peer]
         if not task.cancelled() and (error := task.exception()) is not None:
             name = peer.instance_id
             _log.error("a peer could not be dropped", peer=name, exc_info=error)
             text = f"{name} could not be dropped: {error!r}"
             self._on_broken(TransferError(text, stage="transfer", instance_id=name))
+            return  # it stays there: to try again at once would go on for ever
+        del self._tasks[peer]
         self._on_change()  # what else has ended meanwhile has a deadline, too
 
     async def _end_writes(self, peer: InstanceRef) -> None:

@@ -10,6 +10,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from isthmus.common.errors import InstanceLostError, TransferError
+from isthmus.common.types import InstanceRef
 from isthmus.kvtransfer.connectors.fake import FakeConnector
 from isthmus.kvtransfer.connectors.local import LocalFabric
 from isthmus.kvtransfer.interface import PeerName
@@ -143,19 +144,22 @@ async def test_a_connector_that_hangs_in_a_call_is_told_of(
 
 
 async def test_a_peer_that_cannot_be_dropped_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def breaks(*_: object) -> None:
+    tried: list[InstanceRef] = []
+
+    async def breaks(peer: InstanceRef) -> None:
+        tried.append(peer)
         raise RuntimeError("no such peer")
 
     async with running_pair("0:hang") as pair:
         told: list[BaseException] = []
         pair.prefill.manager._on_failed = told.append
         await hung_send(pair)
-        with monkeypatch.context() as patch:
-            patch.setattr(pair.prefill.manager._deadlines._severing, "_forget", breaks)
-            pair.clock.advance_ms(600_100)
-            pair.prefill.manager.expire_due()
-            await poll_until(lambda: bool(told))
+        monkeypatch.setattr(pair.prefill.manager._deadlines._severing, "_forget", breaks)
+        pair.clock.advance_ms(600_100)
+        pair.prefill.manager.expire_due()
+        await poll_until(lambda: bool(told))
         assert "decode-0 could not be dropped: RuntimeError('no such peer')" in str(told[0])
+    assert tried == [pair.decode.ref], "not again and again until the process ends"
 
 
 async def test_a_connector_that_fails_to_drop_a_peer_is_told_of(
