@@ -19,3 +19,11 @@ def tell_if_broken(log: Logger, event: str) -> Callable[[asyncio.Future[Any]], N
             log.error(event, exc_info=error)
 
     return ended
+
+
+async def end_task(task: asyncio.Task[Any] | None) -> None:
+    """Cancels it and waits for its end. What broke it before has been told, and keeps nobody from
+    giving back the rest."""
+    if task is not None:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)

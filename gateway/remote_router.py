@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from isthmus.common import metrics
@@ -34,7 +33,7 @@ from isthmus.common.ids import DecisionId, InstanceId, RequestId
 from isthmus.common.logging import RateLimitedLog, get_logger
 from isthmus.common.registry import Registry, leader_key, resume_watch
 from isthmus.common.registry.routers import ROUTER, RouterRecord
-from isthmus.common.tasks import tell_if_broken
+from isthmus.common.tasks import end_task, tell_if_broken
 from isthmus.common.types import RouteDecision
 from isthmus.gateway.decider import Asker
 from isthmus.gateway.router_link import RouterLink
@@ -99,10 +98,7 @@ class RemoteDecider:
         self._follower.add_done_callback(tell_if_broken(_log, "no leader is followed any more"))
 
     async def close(self) -> None:
-        if self._follower is not None:
-            self._follower.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._follower
+        await end_task(self._follower)
         asking = [item.task for item in self._questions.values() if item.task is not None]
         self._questions.clear()
         for task in asking:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import AsyncGenerator
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import replace
 
 from isthmus.common.cluster import LinkRate
@@ -23,7 +23,7 @@ from isthmus.common.errors import (
 from isthmus.common.ids import InstanceId, RequestId, TransferId
 from isthmus.common.logging import get_logger
 from isthmus.common.prefill import PrefillFailed, PrefillPrefixWanted, PrefillUpdate
-from isthmus.common.tasks import tell_if_broken
+from isthmus.common.tasks import end_task, tell_if_broken
 from isthmus.common.transfer import TransferTicket
 from isthmus.common.types import Request
 from isthmus.engine.admission import check_request
@@ -254,10 +254,7 @@ class PrefillWorker:
         self._settle(call)
 
     async def close(self) -> None:
-        if self._sweeper is not None:
-            self._sweeper.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._sweeper
+        await end_task(self._sweeper)
         for call in self._calls.values():
             call.fail(DrainingError("the prefill instance stops", stage="prefill"))
         settling = {self._settle(call) for call in self._calls.values()}

@@ -19,7 +19,7 @@ from isthmus.common.errors import IsthmusError
 from isthmus.common.ids import InstanceId
 from isthmus.common.logging import get_logger
 from isthmus.common.registry import Registry, instances_prefix
-from isthmus.common.tasks import tell_if_broken
+from isthmus.common.tasks import end_task, tell_if_broken
 
 _LOOKS_IN_GRACE = 4
 
@@ -85,7 +85,4 @@ class PeerWatch:
                     await holder.forget(peer)
 
     async def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._task
+        await end_task(self._task)

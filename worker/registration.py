@@ -16,7 +16,7 @@ from isthmus.common.cluster import InstanceInfo
 from isthmus.common.errors import InstanceLostError, InternalError, IsthmusError
 from isthmus.common.logging import RateLimitedLog, get_logger
 from isthmus.common.registry import Entry, KeptLease, Registry, epoch_key, instance_key
-from isthmus.common.tasks import tell_if_broken
+from isthmus.common.tasks import end_task, tell_if_broken
 from isthmus.protos.convert.instances import info_to_pb
 from isthmus.worker.wakeup import wait_for_event
 
@@ -127,10 +127,7 @@ class Registration:
 
     async def close(self) -> None:
         """Removes the record, as far as the registry can be reached."""
-        if self._task is not None:
-            self._task.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._task
+        await end_task(self._task)
         await self._lease.give_back()
 
 

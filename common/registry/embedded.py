@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
@@ -29,7 +28,7 @@ from isthmus.common.rpc import (
     error_from_rpc,
     stop_server,
 )
-from isthmus.common.tasks import tell_if_broken
+from isthmus.common.tasks import end_task, tell_if_broken
 from isthmus.protos.v1 import registry_pb2 as pb
 from isthmus.protos.v1 import registry_pb2_grpc
 
@@ -130,11 +129,8 @@ class RegistryServer:
     async def stop(self, grace_s: float = 0.2) -> None:
         """Ends every watch, then the server. Idempotent."""
         self.registry.close()
-        if self._expiry is not None:
-            self._expiry.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._expiry
-            self._expiry = None
+        await end_task(self._expiry)
+        self._expiry = None
         if self._server is not None:
             await stop_server(self._server, grace_s)
             self._server = None

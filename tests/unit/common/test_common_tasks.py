@@ -8,7 +8,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from isthmus.common.logging import get_logger
-from isthmus.common.tasks import tell_if_broken
+from isthmus.common.tasks import end_task, tell_if_broken
 
 
 async def _end(error: Exception | None) -> None:
@@ -29,3 +29,13 @@ async def test_only_what_breaks_a_task_is_said() -> None:
     (entry,) = logs
     assert entry["event"] == "task 1 broke"
     assert str(entry["exc_info"]) == "why"
+
+
+@pytest.mark.asyncio
+async def test_a_task_is_ended_whatever_it_ended_with_before() -> None:
+    broken = asyncio.create_task(_end(ValueError("why")))
+    running = asyncio.create_task(asyncio.sleep(3600))
+    await asyncio.wait([broken])
+    for task in (broken, running, None):
+        await end_task(task)
+    assert running.cancelled()
