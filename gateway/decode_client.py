@@ -297,21 +297,26 @@ class _Stream:
             self._sinks.pop(event.request_id, None)
             abort = pb.Abort(request_id=event.request_id, reason="gateway fault")
             self._outgoing.put_nowait(pb.GenerateRequest(abort=abort))
-            sink.on_failed(_as_internal(error), "")
+            _fail(event.request_id, sink, _as_internal(error), "")
 
     def _fail_all(self, cause: str) -> None:
         sinks, self._sinks = self._sinks, {}
         for request_id, sink in sinks.items():
-            try:
-                sink.on_failed(self._lost(cause), self.ref.instance_id)
-            except Exception:  # noqa: BLE001 (one request's fault must not keep it from the others)
-                _log.exception("request failed in the gateway", request_id=request_id)
+            _fail(request_id, sink, self._lost(cause), self.ref.instance_id)
 
     def _lost(self, cause: str) -> InstanceLostError:
         text = (
             cause if cause.startswith(self.ref.instance_id) else f"{self.ref.instance_id} {cause}"
         )
         return InstanceLostError(text, stage="decode", instance_id=self.ref.instance_id)
+
+
+def _fail(request_id: str, sink: GenerationSink, error: IsthmusError, instance: str) -> None:
+    """Raises nothing: one request's fault must not keep it from the others."""
+    try:
+        sink.on_failed(error, instance)
+    except Exception:  # noqa: BLE001 (its own deadline ends that one)
+        _log.exception("request failed in the gateway", request_id=request_id)
 
 
 def _deliver_started(sink: GenerationSink, started: pb.Started) -> None:

@@ -63,6 +63,14 @@ class RecordingSink:
         self.error, self.blamed = error, failed_instance
 
 
+class FaultySink(RecordingSink):
+    """Cannot even be told that it has failed."""
+
+    def on_failed(self, error: IsthmusError, failed_instance: str) -> None:
+        super().on_failed(error, failed_instance)
+        raise ValueError("another bug")
+
+
 @pytest_asyncio.fixture
 async def fake() -> FakeDecode:
     return await FakeDecode(script=lambda _: Script((5, 6, 7))).start()
@@ -91,14 +99,18 @@ async def test_requests_share_one_stream_and_each_gets_its_own(fake: FakeDecode)
     await fake.kill()
 
 
+@pytest.mark.parametrize("kind", [RecordingSink, FaultySink])
 @pytest.mark.asyncio
-async def test_a_fault_of_one_request_does_not_touch_the_others(fake: FakeDecode) -> None:
+async def test_a_fault_of_one_request_does_not_touch_the_others(
+    fake: FakeDecode, kind: type[RecordingSink]
+) -> None:
     client = DecodeClient(SystemClock())
-    bad, good = RecordingSink(fails_at_token=1), RecordingSink()
+    bad, good = kind(fails_at_token=1), RecordingSink()
     client.submit(request("bad"), decision(fake.info.ref), bad)
     client.submit(request("good"), decision(fake.info.ref), good)
     await poll_until(lambda: bad.is_done and good.is_done)
     assert isinstance(bad.error, InternalError)
+    assert good.error is None
     assert good.token_ids == [5, 6, 7]
     await client.close()
     await fake.kill()
