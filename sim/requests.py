@@ -52,7 +52,8 @@ def make_requests(
 ) -> list[SimRequest]:
     """The same seed deals the same classes, tenants and patience, whatever the calls' times.
 
-    Raises ConfigError for a class that is not known, or blocks that do not divide a trace's.
+    Raises ConfigError for a class that is not known, blocks that do not divide a trace's, or a
+    prompt that names one block twice.
     """
     draw = random.Random(clients.seed)
     names, shares = _dealt({name: share for name, (_, share) in clients.classes.items()})
@@ -104,6 +105,10 @@ class _Hashes:
             return ()
         if self._is_wrong:
             raise ConfigError(self._problem, stage="workload")
+        if len(set(call.blocks)) < len(call.blocks):
+            # Equal ids are equal blocks behind equal ones, which no two of one prompt can be.
+            text = f"call {call.index} names a block twice in one prompt"
+            raise ConfigError(text, stage="workload")
         chain: list[BlockHash] = []
         for block in call.blocks:
             chain += self._of_block(block)

@@ -129,6 +129,12 @@ def test_blocks_must_divide_those_of_a_trace(tmp_path: Path) -> None:
         make_all_requests(scenario, make_calls(scenario))
 
 
+def test_a_prompt_that_names_a_block_twice_is_refused() -> None:
+    call = Call(7, 0.0, 1_200, 8, blocks=(3, 4, 3))
+    with pytest.raises(ConfigError, match="call 7 names a block twice"):
+        make_all_requests(make_scenario(), [call])
+
+
 def test_a_seed_gives_the_same_report_twice() -> None:
     scenario = make_scenario(noise=0.1, cancel_share=0.2, patience_s=0.5, seed=3)
     first, second = (run_scenario(scenario).report.as_json() for _ in range(2))
