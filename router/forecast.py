@@ -77,7 +77,8 @@ class Ask:
 
     @property
     def tpot_quantile(self) -> float:
-        """Of measured / predicted, with which decode steps must be within targets."""
+        """How surely TPOT must be within targets: less so than TTFT (``TPOT_RISK``), but in half of
+        all cases, unless the class asks for less."""
         return max(min(0.5, self.quantile), 1.0 - TPOT_RISK * (1.0 - self.quantile))
 
 
