@@ -176,7 +176,7 @@ def calls_of(cell: Cell, load: Load, profile: Path) -> list[Call]:
         calls = make_calls(scenario)
         if len(calls) >= first + count:
             break
-        copies += -(-(first + count - len(calls)) // len(calls)) if calls else 1
+        copies += -(-(first + count - len(calls)) // len(calls))
         if copies > 100:
             raise ConfigError(f"{load.trace}: too short", stage="workload")
     calls = calls[first : first + count]
