@@ -8,6 +8,7 @@ that start together may build at the same time, and a process may hold the libra
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
 import platform
@@ -16,6 +17,7 @@ import subprocess
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from isthmus.common.logging import get_logger
 
@@ -72,6 +74,19 @@ def build_library(sources: Sources, cache_dir: Path | None = None) -> Path:
     except OSError as error:
         raise BuildError(f"cannot write to {directory}: {error}") from error
     return target
+
+
+def bind_function(
+    handle: ctypes.CDLL,
+    name: str,
+    *argument_types: type[Any],
+    result: type[Any] | None = None,
+) -> Any:
+    """The library's ``isthmus_<name>``. Raises AttributeError when it has none."""
+    function = handle[f"isthmus_{name}"]
+    function.argtypes = argument_types
+    function.restype = result
+    return function
 
 
 def _find_compiler() -> str:

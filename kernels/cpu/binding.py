@@ -10,9 +10,10 @@ import ctypes
 from collections.abc import Callable
 from ctypes import POINTER, c_float, c_int, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
+from isthmus.common.native import bind_function
 from isthmus.kernels.cpu.build import BuildError
 
 NO_WINDOW = 2**62
@@ -108,14 +109,7 @@ class Library:
 def load_library(path: Path) -> Library:
     """Raises BuildError when the file is no library of this version for this machine."""
     try:
-        handle = ctypes.CDLL(str(path))
-
-        def bind(name: str, *argument_types: type[Any], result: type[Any] | None = None) -> Any:
-            function = handle[f"isthmus_{name}"]
-            function.argtypes = argument_types
-            function.restype = result
-            return function
-
+        bind = partial(bind_function, ctypes.CDLL(str(path)))
         return Library(
             path=path,
             linear=bind("linear", POINTER(LinearParts), c_void_p, c_int64, c_void_p, c_int),

@@ -7,11 +7,11 @@ import ctypes
 from collections.abc import Callable
 from ctypes import c_int64, c_void_p
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from isthmus.common import native
-from isthmus.common.native import BuildError
+from isthmus.common.native import BuildError, bind_function
 
 # Results must be those of numpy: no operation may be fused with another or done in another order.
 SOURCES = native.Sources(
@@ -32,14 +32,7 @@ def load_library(cache_dir: Path | None = None) -> Library:
     path = native.build_library(SOURCES, cache_dir)
     try:
         # A call takes microseconds: handing the interpreter over meanwhile costs more.
-        handle = ctypes.PyDLL(str(path))
-
-        def bind(name: str, *argument_types: type[Any], result: type[Any] | None = None) -> Any:
-            function = handle[f"isthmus_{name}"]
-            function.argtypes = argument_types
-            function.restype = result
-            return function
-
+        bind = partial(bind_function, ctypes.PyDLL(str(path)))
         return Library(
             weigh=bind("weigh", c_void_p, c_void_p, c_void_p),
             workspace_size=bind("workspace_size", c_int64, c_int64, result=c_int64),

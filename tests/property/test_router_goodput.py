@@ -171,6 +171,15 @@ class Scene:
         is_local = rnd.random() < 0.3
         return LastServed(None if is_local else InstanceId(prefill), InstanceId(decode), worth_ms)
 
+    @classmethod
+    def lived(cls, seed: int) -> Scene:
+        """After something has happened, and some have said nothing for a while."""
+        scene = cls(seed)
+        for _ in range(scene.random.randrange(40)):
+            scene.happen()
+        scene.fall_silent()
+        return scene
+
     def table(self) -> ClusterTable:
         made = ClusterTable(self.state.links, self.state.index)
         made.refresh(self.state.cluster.views, (), self.state.ledger.pending, self.now_ns)
@@ -180,10 +189,7 @@ class Scene:
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32))
 def test_the_choice_is_that_of_looking_at_every_pair(seed: int) -> None:
-    scene = Scene(seed)
-    for _ in range(scene.random.randrange(40)):
-        scene.happen()
-    scene.fall_silent()
+    scene = Scene.lived(seed)
     table, rnd = scene.table(), scene.random
     min_remote = rnd.choice([0, 64])
     policy = GoodputPolicy(STALE_MS, min_remote, exploration=0.0, is_compiled=False)
@@ -220,10 +226,7 @@ def test_the_choice_is_that_of_looking_at_every_pair(seed: int) -> None:
 @settings(max_examples=80, deadline=None)
 @given(st.integers(0, 2**32))
 def test_the_compiled_policy_says_what_numpy_says_to_the_last_bit(seed: int) -> None:
-    scene = Scene(seed)
-    for _ in range(scene.random.randrange(40)):
-        scene.happen()
-    scene.fall_silent()
+    scene = Scene.lived(seed)
     table, rnd = scene.table(), scene.random
     min_remote = rnd.choice([0, 64])
     exploration = rnd.choice([0.0, 0.5])
