@@ -5,9 +5,10 @@ For a query with uncached tokens u after c cached ones, over all instances at on
     TTFT = wait + prefill(u, c)            first token from prefill, or from decode for a local one
     TPOT = step(b', K')                    b', K' as they will be at the handoff
 
-each as its q-quantile (``quantiles``). Prompts that an instance computes beside its decodes hold
-those up: with the share f of its time that they took lately, TPOT = step / (1 − f), or more where
-what is left of them at the handoff, over the answer's length, is more. Times are milliseconds.
+each as a quantile (``quantiles``): TTFT as its class's, TPOT as ``Ask.tpot_quantile``. Prompts that
+an instance computes beside its decodes hold those up: with the share f of its time that they took
+lately, TPOT = step / (1 − f), or more where what is left of them at the handoff, over the answer's
+length, is more. Times are milliseconds.
 
 An operation costs as much as its call, for tens of instances: what is the same for all of them is
 a number, and what is zero everywhere is left out. Columns may be windows of a table's: never
