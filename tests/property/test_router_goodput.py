@@ -150,7 +150,7 @@ class Scene:
             ttft_ms=ttft_ms,
             left_ms=NEVER if ttft_ms is None else ttft_ms - rnd.choice([0.0, 40.0]),
             tpot_ms=query.slo.tpot_ms,
-            quantile=0.9,
+            quantile=rnd.choice([0.5, 0.9, 0.99]),
             remote=self.residuals(),
             local=self.residuals(),
             tpot=self.residuals(),
