@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 import grpc
@@ -31,7 +31,7 @@ from isthmus.common.ids import InstanceId
 from isthmus.common.logging import RateLimitedLog, get_logger
 from isthmus.common.registry import Registry, WatchEvent, instances_prefix, resume_watch
 from isthmus.common.rpc import create_channel
-from isthmus.common.tasks import tell_if_broken
+from isthmus.common.tasks import end_task, tell_if_broken
 from isthmus.protos.convert.instances import info_from_pb, load_from_pb
 from isthmus.protos.convert.kv_events import kv_batch_from_pb
 from isthmus.protos.v1 import common_pb2, instance_pb2, instance_pb2_grpc
@@ -93,11 +93,8 @@ class ClusterFeed:
 
     async def close(self) -> None:
         """Idempotent. The state keeps its last view."""
-        if self._task is not None:
-            self._task.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._task
-            self._task = None
+        task, self._task = self._task, None
+        await end_task(task)
 
     async def _run(self) -> None:
         async with asyncio.TaskGroup() as group:

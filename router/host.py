@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-from contextlib import suppress
 
 from isthmus.common import metrics
 from isthmus.common.backoff import Backoff
@@ -18,6 +17,7 @@ from isthmus.common.logging import get_logger
 from isthmus.common.registry import Candidate, Registry, leader_key, routers_prefix
 from isthmus.common.registry.routers import ROUTER, RouterRecord
 from isthmus.common.rpc import bind, create_server, stop_server
+from isthmus.common.tasks import end_task
 from isthmus.protos.v1 import router_pb2_grpc
 from isthmus.router.driver import RouterDriver
 from isthmus.router.router import Router
@@ -77,9 +77,7 @@ class RouterHost:
     async def close(self) -> None:
         """The lead goes first, so that gateways ask another before this one is gone."""
         if self._campaign is not None and self._candidate is not None:
-            self._campaign.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._campaign
+            await end_task(self._campaign)
             await self._candidate.resign()
         await stop_server(self._server, STOP_GRACE_S)
         self.driver.close()
