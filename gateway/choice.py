@@ -250,12 +250,9 @@ class Choice:
         if self.decision is not None:
             tpot_s = self.tpot_s
             tpot_ms = None if tpot_s is None else 1000 * tpot_s
-            whole = Timeline()
-            whole.merge(self._owner.timeline)
-            whole.merge(self.timeline)
-            whole.mark(Event.FINISHED, self._services.clock.now_ns())
+            parts = (self._owner.timeline, self.timeline)
             num_tokens = len(self._output.token_ids) - self._num_resumed
-            self._services.router.report_finished(self.decision, tpot_ms, whole, num_tokens)
+            self._services.router.report_finished(self.decision, tpot_ms, parts, num_tokens)
         self._owner.on_change(self)
 
     def _first_token(self) -> None:

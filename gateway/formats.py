@@ -22,6 +22,10 @@ LEAST_LOGPROB = -9999.0
 
 
 class AnswerFormat(Protocol):
+    def prepare(self, choice: Choice) -> None:
+        """Makes what the choice's first events are made of, before they are waited for."""
+        ...
+
     def frames(self, choice: Choice, delta: ChoiceDelta) -> Iterable[bytes]:
         """The events of what a choice has gained."""
         ...
@@ -50,31 +54,41 @@ class ChatFormat:
         self._has_token_ids = token_ids
         self._begun: set[int] = set()
         self._text_frames: dict[int, TextFrame] = {}
+        self._openings: dict[int, bytes] = {}
+
+    def prepare(self, choice: Choice) -> None:
+        if not self._has_token_ids:  # else the prompt's go with whichever choice is first
+            self._openings[choice.index] = frame(self._opening(choice.index))
+            self._text_frame(choice.index)
 
     def frames(self, choice: Choice, delta: ChoiceDelta) -> Iterable[bytes]:
-        is_plain = choice.index in self._begun and _is_text_alone(delta)
-        if not is_plain or self._has_token_ids:
-            return [frame(chunk) for chunk in self._chunks(choice, delta)]
-        template = self._text_frames.get(choice.index)
-        if template is None:
-            empty = self._chunk(choice.index, {"content": ""}, None, ChoiceDelta())
-            template = self._text_frames[choice.index] = TextFrame(empty, "content")
-        return (template.fill(delta.text),)
+        index, frames = choice.index, []
+        if index not in self._begun:
+            frames.append(self._openings.pop(index, b"") or self._begin(choice))
+            self._begun.add(index)
+        if _is_text_alone(delta) and not self._has_token_ids:
+            frames.append(self._text_frame(index).fill(delta.text))
+        elif delta.text or delta.logprobs or delta.finish_reason:
+            content = {"content": delta.text} if delta.text else {}
+            logprobs = self._logprobs(delta) if delta.logprobs else None
+            frames.append(frame(self._chunk(index, content, logprobs, delta)))
+        return frames
 
-    def _chunks(self, choice: Choice, delta: ChoiceDelta) -> Iterable[dict[str, Any]]:
-        if choice.index not in self._begun:
-            is_first = not self._begun
-            self._begun.add(choice.index)
-            opening = self._chunk(
-                choice.index, {"role": "assistant", "content": ""}, None, ChoiceDelta()
-            )
-            if is_first and self._has_token_ids:
-                opening["prompt_token_ids"] = choice.prompt.token_ids
-            yield opening
-        content = {"content": delta.text} if delta.text else {}
-        logprobs = self._logprobs(delta) if delta.logprobs else None
-        if content or logprobs or delta.finish_reason:
-            yield self._chunk(choice.index, content, logprobs, delta)
+    def _begin(self, choice: Choice) -> bytes:
+        opening = self._opening(choice.index)
+        if not self._begun and self._has_token_ids:
+            opening["prompt_token_ids"] = choice.prompt.token_ids
+        return frame(opening)
+
+    def _opening(self, index: int) -> dict[str, Any]:
+        return self._chunk(index, {"role": "assistant", "content": ""}, None, ChoiceDelta())
+
+    def _text_frame(self, index: int) -> TextFrame:
+        template = self._text_frames.get(index)
+        if template is None:
+            empty = self._chunk(index, {"content": ""}, None, ChoiceDelta())
+            template = self._text_frames[index] = TextFrame(empty, "content")
+        return template
 
     def usage_chunk(self, exchange: Exchange) -> dict[str, Any] | None:
         if not self._has_usage:
@@ -167,6 +181,9 @@ class CompletionFormat:
         self._begun: set[int] = set()
         self._offsets: dict[int, int] = {}
         self._text_frames: dict[int, TextFrame] = {}
+
+    def prepare(self, choice: Choice) -> None:
+        """Nothing: its first event may have the prompt's text and token ids in it."""
 
     def frames(self, choice: Choice, delta: ChoiceDelta) -> Iterable[bytes]:
         is_plain = choice.index in self._begun and _is_text_alone(delta)

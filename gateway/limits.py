@@ -11,7 +11,8 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
+from starlette.types import Receive
 
 from isthmus.common import metrics
 from isthmus.common.backoff import SHORT_WAIT_MS, retry_after_ms
@@ -154,18 +155,20 @@ async def read_body(request: Request, config: GatewayConfig) -> bytes:
         raise _too_large(limit)
     try:
         async with asyncio.timeout(config.request_timeout_ms * NS_PER_MS / NS_PER_S):
-            return await _read_at_most(request, limit)
-    except ClientDisconnect as error:
-        metrics.CANCELS.labels(stage="receive").inc()
-        raise CancelledError("the client went away", stage="receive") from error
+            return await _read_at_most(request.receive, limit)
     except TimeoutError as error:
         raise DeadlineError("the body did not arrive in time", stage="receive") from error
 
 
-async def _read_at_most(request: Request, limit: int) -> bytes:
+async def _read_at_most(receive: Receive, limit: int) -> bytes:
     parts: list[bytes] = []
-    size = 0
-    async for part in request.stream():
+    size, has_more = 0, True
+    while has_more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            metrics.CANCELS.labels(stage="receive").inc()
+            raise CancelledError("the client went away", stage="receive")
+        part, has_more = message.get("body", b""), message.get("more_body", False)
         size += len(part)
         if size > limit:
             raise _too_large(limit)

@@ -7,7 +7,8 @@ answers come by callback, those of an embedded router mostly before the call ret
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import asyncio
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from isthmus.common.backoff import SHORT_WAIT_MS, retry_after_ms
@@ -15,8 +16,9 @@ from isthmus.common.clock import Clock
 from isthmus.common.cluster import InstanceInfo, InstanceState, Role
 from isthmus.common.errors import InstanceLostError, IsthmusError, NoInstanceError, TransferError
 from isthmus.common.hashing import block_hashes, root_hash
-from isthmus.common.ids import HashChain, InstanceId, RequestId
-from isthmus.common.timeline import Timeline
+from isthmus.common.ids import DecisionId, HashChain, InstanceId, RequestId
+from isthmus.common.logging import get_logger
+from isthmus.common.timeline import Event, Timeline
 from isthmus.common.types import InstanceRef, RouteDecision
 from isthmus.gateway.decider import Asker, Decider
 from isthmus.gateway.plan import GenerationPlan, PreparedPrompt
@@ -25,6 +27,10 @@ from isthmus.router.router import Router
 from isthmus.router.types import Outcome, RouteQuery
 
 _SERVING = (InstanceState.READY, InstanceState.DRAINING)
+MAX_BEHIND = 4
+"""Reports that let a client's bytes go first. More come together only under load, when those who
+wait in the router count more than one of them does."""
+_log = get_logger("router_client")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +94,11 @@ class RouterClient:
         self._clock = clock
         self._decider = decider
         self._known = ClusterFacts.of(router.cluster)
+        self._behind: list[tuple[DecisionId, Callable[[], Outcome]]] = []
 
     def route(self, query: ChoiceQuery, asker: Asker, *, may_wait: bool) -> None:
         """``asker`` hears once what came of it, unless it withdraws first."""
+        self._tell_behind()
         self._decider.ask(query.to_route_query(), asker, may_wait=may_wait)
 
     def reroute(
@@ -107,28 +115,38 @@ class RouterClient:
 
     def withdraw(self, request_id: RequestId) -> None:
         """Nobody wants to know any more."""
+        self._tell_behind()
         self._decider.withdraw(request_id)
 
     def report_first_token(self, decision: RouteDecision) -> None:
-        self._decider.report(decision.decision_id, Outcome.first_token())
+        self._report_behind(decision.decision_id, Outcome.first_token)
 
     def report_prefill_failed(self, decision: RouteDecision, failed: InstanceId) -> None:
         """``failed`` let the request down, which goes on without it."""
-        self._decider.report(decision.decision_id, Outcome.prefill_failed(failed))
+        self._report(decision.decision_id, Outcome.prefill_failed(failed))
 
     def report_finished(
         self,
         decision: RouteDecision,
         tpot_ms: float | None,
-        timeline: Timeline,
+        timelines: Sequence[Timeline],
         num_output_tokens: int,
     ) -> None:
-        """``num_output_tokens``: since this decision, which is what its kind of request costs."""
-        outcome = Outcome.finished(tpot_ms, timeline, num_output_tokens)
-        self._decider.report(decision.decision_id, outcome)
+        """``timelines``: parts of the whole. ``num_output_tokens``: since this decision, which is
+        what its kind of request costs."""
+        ended_ns = self._clock.now_ns()
+
+        def outcome() -> Outcome:
+            whole = Timeline()
+            for part in timelines:
+                whole.merge(part)
+            whole.mark(Event.FINISHED, ended_ns)
+            return Outcome.finished(tpot_ms, whole, num_output_tokens)
+
+        self._report_behind(decision.decision_id, outcome)
 
     def report_cancelled(self, decision: RouteDecision) -> None:
-        self._decider.report(decision.decision_id, Outcome.cancelled())
+        self._report(decision.decision_id, Outcome.cancelled())
 
     def report_failed(
         self, decision: RouteDecision, error: IsthmusError, failed: InstanceId
@@ -140,7 +158,7 @@ class RouterClient:
             outcome = Outcome.refused()
         else:
             outcome = Outcome.failed(None)
-        self._decider.report(decision.decision_id, outcome)
+        self._report(decision.decision_id, outcome)
 
     def instances(self) -> Iterator[InstanceInfo]:
         return (view.info for view in self._router.cluster)
@@ -195,6 +213,30 @@ class RouterClient:
     def max_model_len(self) -> int | None:
         """The longest sequence that every serving instance accepts; None while none is known."""
         return self._facts().max_model_len
+
+    # --- inside ---------------------------------------------------------------------------------
+    def _report(self, decision_id: DecisionId, outcome: Outcome) -> None:
+        self._tell_behind()
+        self._decider.report(decision_id, outcome)
+
+    def _report_behind(self, decision_id: DecisionId, outcome: Callable[[], Outcome]) -> None:
+        """For news of tokens: behind what they give the client, who waits for it. That is written
+        in the next turn of the event loop, so the router is told in the one after it; and at once
+        before it is told or asked anything else, so that all comes to it in order."""
+        self._behind.append((decision_id, outcome))
+        if len(self._behind) > MAX_BEHIND:
+            self._tell_behind()
+        elif len(self._behind) == 1:
+            loop = asyncio.get_running_loop()
+            loop.call_soon(loop.call_soon, self._tell_behind)
+
+    def _tell_behind(self) -> None:
+        behind, self._behind = self._behind, []
+        for decision_id, outcome in behind:
+            try:
+                self._decider.report(decision_id, outcome())
+            except Exception:  # noqa: BLE001 (one decision's fault must not end another request)
+                _log.exception("an outcome could not be reported", decision_id=decision_id)
 
     def _facts(self) -> ClusterFacts:
         if self._known.num_changes != self._router.cluster.num_changes:

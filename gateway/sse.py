@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 
-from starlette.responses import StreamingResponse
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from isthmus.common.errors import CancelledError, DeadlineError, IsthmusError
@@ -24,6 +24,18 @@ from isthmus.gateway.waiting import until_left
 
 DONE = b"data: [DONE]\n\n"
 STALL_S = 5.0
+RawHeaders = list[tuple[bytes, bytes]]
+_STREAMED: RawHeaders = [
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+]
+
+
+def stream_headers(headers: Mapping[str, str]) -> RawHeaders:
+    """As they are sent before a stream. Names are in small letters."""
+    own = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+    return own + _STREAMED
 
 
 class ClientWatch:
@@ -42,23 +54,24 @@ async def _watch(receive: Receive, exchange: Exchange) -> None:
     exchange.cancel()
 
 
-class EventStreamResponse(StreamingResponse):
+class EventStreamResponse(Response):
     """Streams an exchange that has something to say already; closes it, and the watch on its
     client, however that ends. It sends its events itself: the framework's own loop would wait for
-    the client in a task more, and knows no end of its own."""
+    the client in a task more, and knows no end of its own.
 
-    media_type = "text/event-stream"
+    ``headers``: from ``stream_headers``, so that they can be made before there is anything to say.
+    """
 
     def __init__(
         self,
         exchange: Exchange,
         answer: AnswerFormat,
-        headers: Mapping[str, str],
+        headers: RawHeaders,
         watch: ClientWatch,
         on_end: Callable[[], None],
     ) -> None:
-        unbuffered = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-        super().__init__((), headers={**headers, **unbuffered})
+        # The framework's own would only make headers, one by one, once the client waits for them.
+        self.status_code, self.background, self.raw_headers = 200, None, headers
         self._exchange = exchange
         self._answer = answer
         self._watch = watch
@@ -90,6 +103,8 @@ class EventStreamResponse(StreamingResponse):
                 await self._flush(send)
                 await exchange.wait()
             await self._flush(send, is_last=True)
+            # A connection writes at the end of the loop's turn: before the request is counted.
+            await asyncio.sleep(0)
         except CancelledError:
             return  # nobody is there to be told
         except IsthmusError as error:

@@ -24,7 +24,7 @@ from isthmus.gateway.limits import Slot, read_body
 from isthmus.gateway.pipeline import Arrival
 from isthmus.gateway.plan import ANONYMOUS, GenerationPlan
 from isthmus.gateway.schemas import ChatBody, CompletionBody, GenerationBody
-from isthmus.gateway.sse import ClientWatch, EventStreamResponse
+from isthmus.gateway.sse import ClientWatch, EventStreamResponse, RawHeaders, stream_headers
 from isthmus.gateway.unexpected import internal_error
 
 router = APIRouter()
@@ -116,17 +116,22 @@ async def _answer(
     is_handed_over = False
     watch = ClientWatch(request.receive, exchange)
     try:
-        await asyncio.sleep(0)  # lets the watch see a client that left during tokenisation
         exchange.start()
-        await (exchange.wait() if streams else exchange.wait_all())
-        headers = _headers(request, exchange)
+        # Lets what was sent go out before more is done here, and the watch see a client that left
+        # during tokenisation.
+        await asyncio.sleep(0)
         if streams:
+            opening = _Opening(request, exchange, answer)
+            await exchange.wait()
+            headers = opening.headers()
             response: Response = EventStreamResponse(exchange, answer, headers, watch, slot.release)
             is_handed_over = True
             return response
+        await exchange.wait_all()
         content = orjson.dumps(answer.whole(exchange))
         exchange.mark_flushed(has_content=True)
-        return Response(content, headers=headers, media_type="application/json")
+        headers_of_all = _headers(request, exchange)
+        return Response(content, headers=headers_of_all, media_type="application/json")
     except IsthmusError:
         raise
     except Exception:
@@ -137,6 +142,27 @@ async def _answer(
             exchange.close()
             slot.release()
             await watch.close()
+
+
+class _Opening:
+    """The begin of a stream, made while the instances work for it: with the first token it only
+    has to be sent. The headers are made anew where that went to other instances than were chosen
+    first."""
+
+    def __init__(self, request: Request, exchange: Exchange, answer: AnswerFormat) -> None:
+        first = exchange.choices[0]
+        self._request, self._exchange = request, exchange
+        self._decision, self._local_reason = first.decision, first.local_reason
+        self._headers = self._make() if first.decision is not None else None
+        answer.prepare(first)
+
+    def headers(self) -> RawHeaders:
+        first = self._exchange.choices[0]
+        is_as_it_was = first.decision is self._decision and first.local_reason is self._local_reason
+        return self._headers if self._headers is not None and is_as_it_was else self._make()
+
+    def _make(self) -> RawHeaders:
+        return stream_headers(_headers(self._request, self._exchange))
 
 
 def _headers(request: Request, exchange: Exchange) -> dict[str, str]:

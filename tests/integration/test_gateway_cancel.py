@@ -176,7 +176,7 @@ async def test_tokens_that_arrive_while_a_slow_client_is_written_to_are_merged(
             await poll_until(lambda: exchange.is_done)
 
     watch = ClientWatch(never, exchange)
-    await EventStreamResponse(exchange, answer, {}, watch, lambda: None)({}, never, send)
+    await EventStreamResponse(exchange, answer, [], watch, lambda: None)({}, never, send)
     assert len(bodies) == 2
     assert bodies[1].count(b'"text"') == 1
     assert bodies[1].endswith(b"data: [DONE]\n\n")
@@ -204,7 +204,7 @@ async def test_a_client_that_reads_nothing_is_given_up_after_the_deadline(
             await never()
 
     watch = ClientWatch(never, exchange)
-    response = EventStreamResponse(exchange, answer, {}, watch, lambda: freed.append(True))
+    response = EventStreamResponse(exchange, answer, [], watch, lambda: freed.append(True))
     await asyncio.wait_for(response({}, never, send), 10)
     assert freed == [True]
     assert ended("error") == before + 1

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
+from typing import cast
 
 import pytest
 
 from isthmus.common.cluster import Role
-from isthmus.common.errors import NoInstanceError
+from isthmus.common.errors import InternalError, NoInstanceError
 from isthmus.common.hashing import block_hashes, root_hash
-from isthmus.common.ids import InstanceId
-from isthmus.gateway.decider import EmbeddedDecider
-from isthmus.gateway.router_client import RouterClient
+from isthmus.common.ids import DecisionId, InstanceId, RequestId
+from isthmus.common.timeline import Event, Timeline
+from isthmus.common.types import RouteAction, RouteDecision
+from isthmus.gateway.decider import Decider, EmbeddedDecider
+from isthmus.gateway.router_client import MAX_BEHIND, RouterClient
 from isthmus.router.driver import RouterDriver
+from isthmus.router.types import Outcome, OutcomeKind
+from tests.support.poll import poll_until
 from tests.support.router_cluster import LAYOUT, Cluster
 
 
@@ -76,3 +82,75 @@ def test_one_more_of_a_kind_that_is_there_is_news() -> None:
     state.deregistered(InstanceId("d1"))
     state.stream_broken(InstanceId("d1"), 1, "it is gone")
     assert client.max_model_len() == before
+
+
+class ToldDecider:
+    """Keeps what it is told; refuses to hear of decisions that are called ``bad``."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, OutcomeKind]] = []
+        self.outcomes: list[Outcome] = []
+
+    def withdraw(self, request_id: RequestId) -> None:
+        self.told.append((request_id, OutcomeKind.CANCELLED))
+
+    def report(self, decision_id: DecisionId, outcome: Outcome) -> None:
+        if decision_id == "bad":
+            raise RuntimeError("not heard")
+        self.told.append((decision_id, outcome.kind))
+        self.outcomes.append(outcome)
+
+
+def told_client() -> tuple[RouterClient, ToldDecider]:
+    cluster, decider = Cluster(1, 1), ToldDecider()
+    return RouterClient(cluster.router, cluster.clock, cast("Decider", decider)), decider
+
+
+def decided(name: str) -> RouteDecision:
+    return RouteDecision(DecisionId(name), RequestId(f"of-{name}"), RouteAction.ADMIT, None, None)
+
+
+@pytest.mark.asyncio
+async def test_news_of_tokens_let_the_bytes_for_clients_go_first() -> None:
+    client, decider = told_client()
+    order: list[str] = []
+    flushed = asyncio.get_running_loop().create_future()
+    flushed.add_done_callback(lambda _: order.append(f"written, {len(decider.told)} told"))
+    client.report_first_token(decided("a"))
+    parts = [Timeline({Event.ARRIVED: 1}), Timeline({Event.ROUTED: 2})]
+    client.report_finished(decided("a"), 7.0, parts, 3)
+    flushed.set_result(None)  # as the choice tells who waits for its tokens
+    await poll_until(lambda: len(decider.told) == 2)
+    assert order == ["written, 0 told"]
+    assert decider.told == [("a", OutcomeKind.FIRST_TOKEN), ("a", OutcomeKind.FINISHED)]
+    timeline = decider.outcomes[1].timeline
+    assert timeline is not None
+    assert {event for event, _ in timeline.items()} >= {Event.ARRIVED, Event.ROUTED, Event.FINISHED}
+
+
+@pytest.mark.asyncio
+async def test_the_router_is_told_all_in_order() -> None:
+    client, decider = told_client()
+    client.report_first_token(decided("a"))
+    client.report_failed(decided("a"), InternalError("broke", stage="engine"), InstanceId("d0"))
+    client.report_first_token(decided("b"))
+    client.withdraw(RequestId("c"))
+    assert [name for name, _ in decider.told] == ["a", "a", "b", "c"]
+    assert [kind for _, kind in decider.told][:2] == [OutcomeKind.FIRST_TOKEN, OutcomeKind.FAILED]
+
+
+@pytest.mark.asyncio
+async def test_under_load_the_router_is_told_at_once() -> None:
+    client, decider = told_client()
+    for number in range(MAX_BEHIND + 1):
+        client.report_first_token(decided(str(number)))
+    assert len(decider.told) == MAX_BEHIND + 1
+
+
+@pytest.mark.asyncio
+async def test_an_outcome_that_cannot_be_reported_keeps_no_other_back() -> None:
+    client, decider = told_client()
+    for name in ("a", "bad", "b"):
+        client.report_first_token(decided(name))
+    await poll_until(lambda: len(decider.told) == 2)
+    assert [name for name, _ in decider.told] == ["a", "b"]
