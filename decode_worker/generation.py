@@ -111,6 +111,7 @@ class Generation:
         self._outbox = outbox
         self._timeline = Timeline()
         self._delivered: list[int] = []
+        self._first_token_ns: int | None = None  # of a remote prefill, monotonic
         self._num_cached_tokens: int | None = None
         self._local_reason = LocalPrefillReason.NONE
         self._transferred_bytes = 0
@@ -194,6 +195,7 @@ class Generation:
 
     def _on_first_token(self, first: PrefillFirstToken) -> None:
         self._move(GenerationState.RECEIVING)
+        self._first_token_ns = self._runtime.clock.monotonic_ns()
         self._first_reason = first.finish_reason
         self._start(first.num_cached_tokens)
         self._deliver(
@@ -217,7 +219,9 @@ class Generation:
         if exposed_s is not None:
             self._runtime.metrics.kv_ready(exposed_s)
         try:
-            self._runtime.engine.admit_with_kv(reservation, self.request, self._delivered[-1])
+            self._runtime.engine.admit_with_kv(
+                reservation, self.request, self._delivered[-1], self._first_token_ns
+            )
         except BaseException:
             self._reservations.give_back(reservation)
             raise

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from isthmus.common.clock import NS_PER_MS, Clock
+from isthmus.common.cluster import LatencyModel
 from isthmus.common.config import EngineConfig, ModelConfig
 from isthmus.common.errors import InternalError, OutOfBlocksError
 from isthmus.common.hashing import block_hashes, root_hash
@@ -29,6 +30,7 @@ from isthmus.engine.kv_manager import KvCacheManager
 from isthmus.engine.kv_store import KvStore, count_blocks, is_shared, layout_of
 from isthmus.engine.models.types import LanguageModel
 from isthmus.engine.owners import BlockOwners
+from isthmus.engine.pacer import Pacer
 from isthmus.engine.runners import RunnerOf, is_asynchronous, make_runner, measured_kv_bytes
 from isthmus.engine.scheduler import Scheduler
 from isthmus.engine.sequence import Sequence
@@ -69,7 +71,10 @@ class EngineCore:
         self._kv = KvCacheManager(
             num_blocks, config.block_size, config.watermark, config.enable_prefix_cache
         )
-        self._scheduler = Scheduler(self._kv, config.max_num_batched_tokens, config.max_num_seqs)
+        self._pacer = Pacer(clock)
+        self._scheduler = Scheduler(
+            self._kv, self._pacer, config.max_num_batched_tokens, config.max_num_seqs
+        )
         self._owners = BlockOwners(self._kv, self._scheduler, clock)
         longest = max_model_len or self.spec.max_model_len
         capacity = self._kv.num_blocks * config.block_size
@@ -137,15 +142,21 @@ class EngineCore:
                     stage="reserve",
                     retry_after_ms=max(1, round(self._steps.step_ms)),
                 )
-            self._owners.add_reservation(request.request_id, table)
+            self._owners.add_reservation(request.request_id, table, request.slo.tpot_ms)
             return self._reservation(request.request_id, table)
 
-    def admit_with_kv(self, reservation: Reservation, request: Request, first_token: int) -> None:
+    def admit_with_kv(
+        self,
+        reservation: Reservation,
+        request: Request,
+        first_token: int,
+        first_token_ns: int | None = None,
+    ) -> None:
         """Goes on decoding after ``first_token``, which was delivered already and did not end the
-        request. KV of all ``request.token_ids`` is in the reserved blocks, but for blocks outside
-        the window of every later token, layer by layer; where there are none of these, the full
-        blocks enter the prefix cache now. Raises InternalError, changing nothing, when any of this
-        is untrue."""
+        request: at ``first_token_ns`` by the monotonic clock, None = now. KV of all
+        ``request.token_ids`` is in the reserved blocks, but for blocks outside the window of every
+        later token, layer by layer; where there are none of these, the full blocks enter the
+        prefix cache now. Raises InternalError, changing nothing, when any of this is untrue."""
         assert reservation.request_id == request.request_id
         sequence = self._new_sequence(request, SequenceMode.FULL)
         sequence.append_token(first_token)
@@ -153,6 +164,7 @@ class EngineCore:
             raise InternalError(
                 f"request {request.request_id} is over with its first token", stage="admit"
             )
+        sequence.pace_from(first_token_ns or self._clock.monotonic_ns())
         with self._lock:
             unmoved = self.kv_layout.unmoved_tokens(len(request.token_ids))
             self._owners.admit_reservation(sequence, unmoved)
@@ -266,6 +278,12 @@ class EngineCore:
         After MAX_FAILED_STEPS failures in a row this raises InternalError, and InstanceLostError
         when one of several ranks is gone: restart the process."""
         return self._steps.run()
+
+    def expect(self, latency: LatencyModel) -> None:
+        """How long steps take: from now on prompts beside decodes are computed in chunks that leave
+        these the time that their TPOT targets ask for."""
+        with self._lock:
+            self._pacer.expect(latency)
 
     def watch_launches(self, on_launch: Callable[[StepLaunch], None]) -> None:
         """From now on ``on_launch`` hears, on the engine thread and without the lock, of every step

@@ -109,15 +109,24 @@ class BlockOwners:
 
     # --- reservations --------------------------------------------------------------------------
 
-    def add_reservation(self, request_id: RequestId, table: BlockTable) -> None:
+    def add_reservation(
+        self, request_id: RequestId, table: BlockTable, tpot_ms: float | None = None
+    ) -> None:
+        """``tpot_ms``: the target of a sequence that will decode on them."""
         assert table.state is TableState.RESERVED
         self._reserved[request_id] = table
+        if tpot_ms is not None:
+            self._scheduler.expect(request_id, tpot_ms)
+
+    def _take_reservation(self, request_id: RequestId) -> BlockTable | None:
+        self._scheduler.expect_no_more(request_id)
+        return self._reserved.pop(request_id, None)
 
     def admit_reservation(self, sequence: Sequence, num_unmoved_tokens: int = 0) -> None:
         """Gives the reserved blocks, by now filled, to the sequence. InternalError if unknown.
 
         Of the first ``num_unmoved_tokens`` only what was cached here is there for others."""
-        table = self._reserved.pop(sequence.request_id, None)
+        table = self._take_reservation(sequence.request_id)
         if table is None:
             raise InternalError(
                 f"request {sequence.request_id} has no reservation here", stage="admit"
@@ -134,7 +143,7 @@ class BlockOwners:
     def publish_reservation(self, request_id: RequestId, hashes: list[BlockHash]) -> None:
         """The reserved blocks, by now filled, enter the prefix cache under ``hashes`` and belong to
         nobody else. InternalError if unknown."""
-        table = self._reserved.pop(request_id, None)
+        table = self._take_reservation(request_id)
         if table is None:
             raise InternalError(f"request {request_id} has no reservation here", stage="fetch")
         self._kv.move(table, TableState.USED)
@@ -145,7 +154,7 @@ class BlockOwners:
         self, request_id: RequestId, quarantine: bool, keeps_prefix: bool = False
     ) -> None:
         """Does nothing when there is no such reservation."""
-        table = self._reserved.pop(request_id, None)
+        table = self._take_reservation(request_id)
         if table is None:
             return
         if quarantine:

@@ -1,6 +1,7 @@
 """What runs in the next step. Decides; touches no tensors.
 
-One token budget a step, in this order:
+One token budget a step, and for prompts as much time as the decodes' TPOT targets leave
+(``Pacer``), in this order:
 
 1. running sequences with one token left (decodes), oldest first. The batch never outgrows the
    budget, so every decode gets its token in every step, whatever prompts are waiting;
@@ -24,8 +25,13 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from math import inf
 
+from isthmus.common.cluster import StepTotals
+from isthmus.common.ids import RequestId
+from isthmus.common.pacing import ChunkBudget
 from isthmus.engine.kv_manager import KvCacheManager
+from isthmus.engine.pacer import Pacer
 from isthmus.engine.sequence import SeqStatus, Sequence
 
 
@@ -50,13 +56,17 @@ class _MustPreemptError(Exception):
 class Scheduler:
     """Owns the queues and the batch. Not thread-safe: the engine core calls it under its lock."""
 
-    def __init__(self, kv: KvCacheManager, max_num_batched_tokens: int, max_num_seqs: int) -> None:
+    def __init__(
+        self, kv: KvCacheManager, pacer: Pacer, max_num_batched_tokens: int, max_num_seqs: int
+    ) -> None:
         self._kv = kv
+        self._pacer = pacer
         self._token_budget = max_num_batched_tokens
         self._max_num_seqs = max_num_seqs
         self._running: list[Sequence] = []
         self._with_kv: deque[Sequence] = deque()
         self._waiting: deque[Sequence] = deque()
+        self._coming: dict[RequestId, float] = {}  # TPOT targets
         self._next_step_id = 0
         self._num_preempted = 0  # since the last plan
         self._can_preempt = True
@@ -81,6 +91,17 @@ class Scheduler:
         """A sequence that owns blocks and whose tokens but the last are computed."""
         self._with_kv.append(sequence)
 
+    def observe(self, totals: StepTotals) -> None:
+        """One more step has ended."""
+        self._pacer.observe(totals)
+
+    def expect(self, request_id: RequestId, tpot_ms: float) -> None:
+        """A sequence with KV and this target will come."""
+        self._coming[request_id] = tpot_ms
+
+    def expect_no_more(self, request_id: RequestId) -> None:
+        self._coming.pop(request_id, None)
+
     def remove(self, sequence: Sequence) -> None:
         """Takes a sequence out of whichever queue it is in; its blocks are the caller's."""
         if sequence.status is SeqStatus.RUNNING:
@@ -98,28 +119,36 @@ class Scheduler:
         self._can_preempt = can_preempt
         try:
             decodes = [*self._schedule_decodes(), *self._enter_arrived()]
-            budget = self._token_budget - len(decodes)
+            has_prompts = len(decodes) < len(self._running) or bool(self._waiting)
+            budget = self._budget(decodes, has_prompts=has_prompts)
             chunks: list[tuple[Sequence, int]] = []
             for sequence in self._running if len(decodes) < len(self._running) else ():
                 left = sequence.num_schedulable_tokens
-                if left > 1 and budget > 0:
-                    chunks.append((sequence, min(left, budget)))
-                    budget -= chunks[-1][1]
-            while budget > 0 and len(self._running) < self._max_num_seqs:
+                if left > 1 and not budget.is_spent:
+                    chunks.append((sequence, budget.take(left, sequence.num_planned_tokens)))
+            while not budget.is_spent and len(self._running) < self._max_num_seqs:
                 entered = self._enter_next()
                 if entered is None:
                     break
-                count = min(entered.num_schedulable_tokens, budget)
-                if entered.num_schedulable_tokens == 1:
+                left = entered.num_schedulable_tokens
+                count = budget.take(left, entered.num_planned_tokens)
+                if left == 1:
                     decodes.append(entered)
                 else:
                     chunks.append((entered, count))
-                budget -= count
         except _MustPreemptError:
             return None
         if not decodes and not chunks:
             return None
+        self._pacer.planned(budget if chunks else None)
         return self._commit(decodes, chunks)
+
+    def _budget(self, decodes: list[Sequence], *, has_prompts: bool) -> ChunkBudget:
+        num_tokens = self._token_budget - len(decodes)
+        if not has_prompts:
+            return ChunkBudget(num_tokens)
+        coming_ms = min(self._coming.values(), default=inf)
+        return self._pacer.budget(num_tokens, decodes, coming_ms, is_idle=self._can_preempt)
 
     def _commit(self, decodes: list[Sequence], chunks: list[tuple[Sequence, int]]) -> StepPlan:
         """From here on the tokens of the step count as in flight."""

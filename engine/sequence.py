@@ -80,6 +80,8 @@ class Sequence:
         "num_tokens",
         "num_tokens_in_flight",
         "num_unknown_tokens",
+        "paced_from_ns",
+        "paced_from_tokens",
         "prompt_logprobs",
         "request",
         "scheduled_ns",
@@ -119,6 +121,8 @@ class Sequence:
         self.added_ns = added_ns
         self.scheduled_ns = 0
         self.held_at_ns = 0
+        self.paced_from_ns = 0  # when the first token after its prompt was there; 0 = it is not
+        self.paced_from_tokens = 0  # how many tokens there were then
 
     @property
     def request_id(self) -> RequestId:
@@ -160,7 +164,12 @@ class Sequence:
         """Tokens that the next step may run; 0 when those in flight are sure to bring the end."""
         expected = self.num_tokens + self.num_unknown_tokens
         expected = min(expected, self._num_computable_tokens)
-        return expected - self.num_computed_tokens - self.num_tokens_in_flight
+        return expected - self.num_planned_tokens
+
+    @property
+    def num_planned_tokens(self) -> int:
+        """Tokens that are computed once all steps in flight have landed."""
+        return self.num_computed_tokens + self.num_tokens_in_flight
 
     @property
     def can_be_preempted(self) -> bool:
@@ -188,7 +197,7 @@ class Sequence:
     def take_off(self, count: int) -> tuple[int, bool]:
         """A step was planned with ``count`` more tokens: the first one's index, and whether the
         step samples the token after them."""
-        start = self.num_computed_tokens + self.num_tokens_in_flight
+        start = self.num_planned_tokens
         samples = start + count == self.num_expected_tokens
         self.num_tokens_in_flight += count
         self.num_unknown_tokens += samples
@@ -203,6 +212,11 @@ class Sequence:
         """The token that a step in flight has sampled."""
         self.num_unknown_tokens -= 1
         self.append_token(token_id)
+
+    def pace_from(self, now_ns: int) -> None:
+        """TPOT counts from the last of the tokens that there are, at ``now_ns`` (monotonic)."""
+        self.paced_from_ns = now_ns
+        self.paced_from_tokens = self.num_tokens
 
     def append_token(self, token_id: int) -> None:
         if self.num_tokens == len(self._tokens):

@@ -113,6 +113,7 @@ class Steps:
             self._owners.end_flight(flight.tables)
             updates = self._enter(flight.plan, outcome, started_ns)
             self._count_step(flight.plan, (ended[1] - began_ns) / NS_PER_MS)
+            self._scheduler.observe(self.totals)
         self._count_failure(outcome, any_entered=bool(updates))
         return StepOutput(
             step_id=flight.plan.step_id,
@@ -199,6 +200,8 @@ class Steps:
             return _update(sequence)
         prompt_logprobs = sequence.take_prompt_logprobs()
         sequence.land_token(sampled.token_id)
+        if not sequence.paced_from_ns:
+            sequence.pace_from(self._landed_ns[1])
         reason = find_finish_reason(sequence)
         if reason is not None:
             self._owners.finish(sequence, reason)

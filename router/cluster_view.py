@@ -16,9 +16,9 @@ from math import exp
 from isthmus.common.clock import NS_PER_MS
 from isthmus.common.cluster import InstanceInfo, InstanceState, LatencyModel, LoadReport, Role
 from isthmus.common.ids import InstanceId
+from isthmus.common.learned_latency import LearnedLatency
 from isthmus.common.types import InstanceRef
 from isthmus.router.breaker import Breaker
-from isthmus.router.learned_latency import LearnedLatency
 from isthmus.router.pairing import CompatKey, compat_key, fed_keys, pairing_problems
 
 MAX_LOST = 64

@@ -68,9 +68,9 @@ class PromptsFirstInstance:
         self._kept[sequence] = None
         self._listener.reserved(sequence)
 
-    def arrived(self, sequence: SimSequence) -> None:
+    def arrived(self, sequence: SimSequence, first_ns: int) -> None:
         del self._kept[sequence]
-        sequence.num_generated += 1
+        sequence.take_first_token(first_ns)
         sequence.move_to(SeqState.ARRIVED)
         sequence.move_to(SeqState.DECODING)
         self._decodes.append(sequence)

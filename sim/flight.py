@@ -64,6 +64,8 @@ class Flight:
             num_output=min(most_tokens, request.num_output),
             hashes=request.hashes,
             num_generated=self.record.num_tokens,
+            tpot_ms=request.slo.tpot_ms,
+            most_output=min(most_tokens, request.max_output),
             is_for_peer=is_for_peer,
         )
 

@@ -73,11 +73,13 @@ class Handovers:
         assert decision is not None, "whoever takes a decision back cancels its transfer"
         self._measure(decision, num_bytes, began_ns)
         source, target = self._instance_at(decision.prefill), self._instance_at(decision.decode)
+        first_ns = began_ns
         if source is not None and flight.prefill is not None:
+            first_ns = flight.prefill.first_ns
             source.let_go(flight.prefill)
             flight.prefill = None
         if target is not None and flight.decode is not None:
-            target.arrived(flight.decode)
+            target.arrived(flight.decode, first_ns)
 
     def _measure(self, decision: RouteDecision, num_bytes: float, began_ns: int) -> None:
         """As an instance tells the router how fast its writes are."""

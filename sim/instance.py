@@ -12,10 +12,12 @@ is counted by ``decode_batch``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from math import inf
 
 from isthmus.common.clock import NS_PER_MS
 from isthmus.common.cluster import LoadReport
+from isthmus.common.pacing import LONGEST_GAP, ChunkBudget, longest_step_ms
 from isthmus.sim.decode_batch import DecodeBatch
 from isthmus.sim.events import EventQueue
 from isthmus.sim.kv_pool import KvPool
@@ -96,12 +98,11 @@ class Instance:
         self._grant()
         self._listener.load_changed(self)
 
-    def arrived(self, sequence: SimSequence) -> None:
-        """The KV of a reserved sequence is there, and its first token."""
+    def arrived(self, sequence: SimSequence, first_ns: int) -> None:
+        """The KV of a reserved sequence is there, and its first token since ``first_ns``."""
         self._let_out(sequence)
         sequence.move_to(SeqState.ARRIVED)
-        sequence.num_generated += 1
-        sequence.is_prompt = False
+        sequence.take_first_token(first_ns)
         sequence.num_computed = sequence.num_tokens - 1
         self._publish(sequence)
         self._arrived.append(sequence)
@@ -233,28 +234,54 @@ class Instance:
             return
         self._grow_decodes()
         self._enter_all_arrived()
-        budget = self.spec.max_num_batched_tokens - self._decodes.num_seqs
+        budget = self._budget()
         chunks: list[tuple[SimSequence, int]] = []
         for sequence in self._prefilling:
-            if budget <= 0:
+            if budget.is_spent:
                 break
-            count = min(sequence.num_left, budget)
-            chunks.append((sequence, count))
-            budget -= count
-        while budget > 0 and len(self._running) < self.spec.max_num_seqs:
+            chunks.append((sequence, budget.take(sequence.num_left, sequence.num_computed)))
+        while not budget.is_spent and len(self._running) < self.spec.max_num_seqs:
             entered = self._enter_next()
             if entered is None:
                 break
-            count = 1
             if entered.state is SeqState.PREFILLING:
-                count = min(entered.num_left, budget)
-                chunks.append((entered, count))
-            budget -= count
+                chunks.append((entered, budget.take(entered.num_left, entered.num_computed)))
+            else:
+                budget.take(1, entered.num_tokens)
         self._chunks = chunks
         if chunks:
             self._start_step(chunks)
         elif self._decodes.num_seqs:
             self._start_leap()
+
+    def _budget(self) -> ChunkBudget:
+        """As the engine's ``Pacer`` says."""
+        model, decodes = self._model, self._decodes
+        num_tokens = self.spec.max_num_batched_tokens - decodes.num_seqs
+        if not self._prefilling and self._waiting.head is None:
+            return ChunkBudget(num_tokens)
+        step_ms = model.mixed_ms(0.0, decodes.num_seqs, decodes.context)
+        limit_ms = min(self._paces(step_ms), default=inf)
+        left_ms = max(0.0, limit_ms - step_ms)
+        return ChunkBudget(num_tokens, left_ms, model.prefill_token, model.prefill_pair)
+
+    def _paces(self, step_ms: float) -> Iterator[float]:
+        """How long the next step may take, for those who decode and those whose KV is coming."""
+        now_ns, steps = self._queue.now_ns, self._decodes.steps
+        for sequence in self._running if self._decodes.num_seqs else ():
+            target_ms = sequence.tpot_ms
+            if target_ms is not None and sequence.state is SeqState.DECODING:
+                num_generated = sequence.base + steps - sequence.num_prompt
+                yield longest_step_ms(
+                    target_ms,
+                    num_generated + 1 - sequence.num_first,
+                    (now_ns - sequence.first_ns) / NS_PER_MS,
+                    sequence.most_output - num_generated,
+                    step_ms,
+                )
+        for sequence in self._kept:
+            if sequence.tpot_ms is not None and sequence.state is SeqState.RESERVED:
+                yield max(LONGEST_GAP * sequence.tpot_ms, 2 * step_ms)
 
     def _start_step(self, chunks: list[tuple[SimSequence, int]]) -> None:
         model, decodes = self._model, self._decodes
@@ -319,8 +346,7 @@ class Instance:
         if sequence.num_left or sequence.is_aborting:
             return
         del self._prefilling[sequence]
-        sequence.num_generated += 1
-        sequence.is_prompt = False
+        sequence.take_first_token(self._queue.now_ns)
         if sequence.is_for_peer:
             del self._running[sequence]
             sequence.move_to(SeqState.HELD)

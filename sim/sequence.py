@@ -62,6 +62,8 @@ class SimSequence:
     hashes: HashChain = ()
     num_generated: int = 0
     is_prompt: bool = True  # until its first token of this instance, or the one that came with KV
+    tpot_ms: float | None = None
+    most_output: int = 0  # tokens that its client allows
     is_for_peer: bool = False
     state: SeqState = SeqState.NEW
     added_ns: int = 0
@@ -72,6 +74,8 @@ class SimSequence:
     base: int = 0  # decoding: tokens − decode steps of the instance
     end_step: int = 0
     started_ns: int = 0  # when its first chunk began
+    first_ns: int = 0  # when its first token was there, of this instance or before
+    num_first: int = 0  # how many tokens it had then
     is_aborting: bool = False
 
     @property
@@ -82,6 +86,13 @@ class SimSequence:
     def num_left(self) -> int:
         """Tokens to compute before the next one is sampled."""
         return self.num_tokens - self.num_computed
+
+    def take_first_token(self, at_ns: int) -> None:
+        """The first of this instance, or the one that came with KV."""
+        self.num_generated += 1
+        self.is_prompt = False
+        if not self.first_ns:
+            self.first_ns, self.num_first = at_ns, self.num_generated
 
     def move_to(self, new: SeqState) -> None:
         self.state = SEQ_TRANSITIONS.check(self.state, new)

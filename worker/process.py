@@ -185,6 +185,7 @@ class _Worker:
         )
         budget = pool_of(args).engine.max_num_batched_tokens
         latency = await run_in_thread(lambda: calibrate(engine, budget, self._clock))
+        engine.expect(latency)
         health = await self._serve(runtime, server)
         watch = PeerWatch(
             registry,

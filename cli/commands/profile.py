@@ -15,9 +15,9 @@ from isthmus.cli.output import OutputFormat, print_json, stdout
 from isthmus.common.clock import NS_PER_S, Clock, SystemClock
 from isthmus.common.cluster import InstanceInfo, LatencyModel, LoadReport, StepTotals
 from isthmus.common.errors import ConfigError
+from isthmus.common.learned_latency import LearnedLatency
 from isthmus.common.profile import InstanceProfile
 from isthmus.controlplane.client import InstanceStatus, cluster_status
-from isthmus.router.learned_latency import LearnedLatency
 
 POLL_S = 0.5
 PASSES = 5

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from isthmus.common.clock import VirtualClock
 from isthmus.engine.block_table import TableState
 from isthmus.engine.kv_manager import KvCacheManager
+from isthmus.engine.pacer import Pacer
 from isthmus.engine.scheduler import Scheduler, StepPlan
 from isthmus.engine.sequence import SeqStatus, Sequence
 from isthmus.engine.types import SequenceMode
@@ -51,7 +53,7 @@ class SchedulerModel:
 
     def __init__(self, budget: int, max_num_seqs: int, watermark: float, depth: int = 1) -> None:
         self.kv = KvCacheManager(NUM_BLOCKS, BLOCK_SIZE, watermark, enable_prefix_cache=True)
-        self.scheduler = Scheduler(self.kv, budget, max_num_seqs)
+        self.scheduler = Scheduler(self.kv, Pacer(VirtualClock()), budget, max_num_seqs)
         self.budget = budget
         self.max_num_seqs = max_num_seqs
         self.depth = depth

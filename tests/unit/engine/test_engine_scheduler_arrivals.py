@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from isthmus.common.clock import VirtualClock
 from isthmus.engine.block_table import TableState
 from isthmus.engine.kv_manager import KvCacheManager
+from isthmus.engine.pacer import Pacer
 from isthmus.engine.scheduler import Scheduler, StepPlan
 from isthmus.engine.sequence import Sequence
 from isthmus.engine.types import SequenceMode
@@ -15,7 +17,7 @@ class Bench:
 
     def __init__(self, budget: int = 16, max_num_seqs: int = 4) -> None:
         self.kv = KvCacheManager(257, 4, 0.0, enable_prefix_cache=False)
-        self.scheduler = Scheduler(self.kv, budget, max_num_seqs)
+        self.scheduler = Scheduler(self.kv, Pacer(VirtualClock()), budget, max_num_seqs)
         self.now = 0
 
     def _sequence(self, name: str, num_tokens: int) -> Sequence:

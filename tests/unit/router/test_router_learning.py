@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 from isthmus.common.clock import NS_PER_S
 from isthmus.common.cluster import LatencyModel, Role, StepTotals
+from isthmus.common.learned_latency import LearnedLatency
+from isthmus.common.rls import RANGE as THETA_RANGE
+from isthmus.common.rls import RecursiveFit
 from isthmus.common.types import Slo
-from isthmus.router.learned_latency import LearnedLatency
 from isthmus.router.lengths import MAX_GROUPS, OutputLengths
 from isthmus.router.links import FIRST_RATES, LinkClass, Links
 from isthmus.router.prices import RANGE, PriceBook, Stage
 from isthmus.router.quantiles import Kind, Residuals, ResidualTable, ratio_of, scaled
-from isthmus.router.rls import RANGE as THETA_RANGE
-from isthmus.router.rls import RecursiveFit
 from isthmus.router.shares import MAX_TENANTS, TenantShares
 from tests.support.router_cluster import make_info
 from tests.support.router_world import World

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from isthmus.common.cluster import LatencyModel, StepTotals
-from isthmus.router.rls import RecursiveFit
+from isthmus.common.rls import RecursiveFit
 
 BASE_TOKENS = 16.0
 """A prefill step's base, in tokens, where the fit at boot lost it in noise …"""

@@ -1,0 +1,165 @@
+"""Chunks of prompts leave decodes the time that their TPOT targets ask for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from isthmus.common.clock import VirtualClock
+from isthmus.common.cluster import LatencyModel, StepTotals
+from isthmus.common.ids import RequestId
+from isthmus.common.pacing import LONGEST_GAP, PACE
+from isthmus.common.types import Slo
+from isthmus.engine.block_table import TableState
+from isthmus.engine.kv_manager import KvCacheManager
+from isthmus.engine.pacer import Pacer
+from isthmus.engine.scheduler import Scheduler, StepPlan
+from isthmus.engine.sequence import Sequence
+from isthmus.engine.types import SequenceMode
+from tests.support.engine_driver import make_prompt, make_request
+
+SPEED = LatencyModel(
+    prefill_base=10.0,
+    prefill_token=1.0,
+    prefill_pair=0.0,
+    decode_base=18.0,
+    decode_seq=2.0,
+    decode_context=0.0,
+)
+TARGET = 100.0
+BUDGET = 512
+
+
+class Bench:
+    """A scheduler that runs on a clock which steps move on by what the model says."""
+
+    def __init__(self, speed: LatencyModel | None = SPEED) -> None:
+        self.clock = VirtualClock()
+        self.kv = KvCacheManager(257, 16, 0.0, enable_prefix_cache=False)
+        pacer = Pacer(self.clock)
+        if speed is not None:
+            pacer.expect(speed)
+        self.scheduler = Scheduler(self.kv, pacer, BUDGET, 16)
+        self.clock.advance_ms(1_000.0)
+
+    def wait(self, name: str, num_tokens: int) -> None:
+        self.scheduler.add(self._sequence(name, num_tokens, None))
+
+    def arrive(self, name: str, target_ms: float | None = TARGET) -> Sequence:
+        sequence = self._sequence(name, 8, target_ms)
+        table = self.kv.try_allocate(8, [], state=TableState.RESERVED)
+        assert table is not None
+        self.kv.move(table, TableState.USED)
+        sequence.table = table
+        sequence.num_computed_tokens = 8
+        sequence.append_token(1)
+        sequence.pace_from(self.clock.monotonic_ns())
+        self.scheduler.add_with_kv(sequence)
+        return sequence
+
+    def step(self) -> StepPlan:
+        plan = self.scheduler.schedule()
+        assert plan is not None
+        self.clock.advance_ms(self.length_ms(plan))
+        for sequence, count, samples in zip(plan.scheduled, plan.counts, plan.samples, strict=True):
+            sequence.land(count)
+            if samples:
+                sequence.land_token(1)
+        return plan
+
+    @staticmethod
+    def length_ms(plan: StepPlan) -> float:
+        decodes = plan.num_decode_tokens
+        base = max(SPEED.decode_base, SPEED.prefill_base) if decodes else SPEED.prefill_base
+        return base + decodes * SPEED.decode_seq + plan.num_prefill_tokens * SPEED.prefill_token
+
+    def _sequence(self, name: str, num_tokens: int, target_ms: float | None) -> Sequence:
+        request = make_request(name, make_prompt(num_tokens), max_tokens=200)
+        request = replace(request, slo=Slo(tpot_ms=target_ms))
+        return Sequence(request, SequenceMode.FULL, [], self.clock.monotonic_ns())
+
+
+def test_a_prompt_beside_a_decode_keeps_to_its_pace() -> None:
+    bench = Bench()
+    resident = bench.arrive("resident")
+    began_ns = bench.clock.monotonic_ns()
+    bench.wait("prompt", 600)
+    sizes = []
+    while sum(sizes) < 600:
+        sizes.append(bench.step().num_prefill_tokens)
+    elapsed_ms = (bench.clock.monotonic_ns() - began_ns) / 1e6
+    per_token = elapsed_ms / (resident.num_tokens - resident.paced_from_tokens)
+    assert per_token <= PACE * TARGET + 1.0
+    # And no shorter than it must be: what the decode leaves of its pace is used.
+    assert sum(sizes) / len(sizes) >= (PACE * TARGET - 20.0) * 0.9
+
+
+def test_a_prompt_alone_takes_the_whole_budget() -> None:
+    bench = Bench()
+    bench.wait("prompt", 600)
+    assert bench.step().num_prefill_tokens == BUDGET
+
+
+@pytest.mark.parametrize("target_ms", [None, TARGET])
+def test_without_a_target_or_a_speed_only_tokens_limit_a_step(target_ms: float | None) -> None:
+    bench = Bench(SPEED if target_ms is None else None)
+    bench.arrive("resident", target_ms)
+    bench.wait("prompt", 600)
+    assert bench.step().num_prefill_tokens == BUDGET - 1
+
+
+def test_a_resident_that_is_ahead_lets_a_longer_chunk_pass() -> None:
+    bench = Bench()
+    bench.arrive("resident")
+    for _ in range(3):  # 20 ms instead of 90
+        bench.step()
+    bench.wait("prompt", 600)
+    assert bench.step().num_prefill_tokens == pytest.approx(4 * 90 - 3 * 20 - 20, abs=2)
+
+
+def test_who_is_on_its_way_does_not_find_a_long_step_begun() -> None:
+    bench = Bench()
+    bench.scheduler.expect(RequestId("coming"), TARGET)
+    bench.wait("prompt", 1_200)
+    assert bench.step().num_prefill_tokens == LONGEST_GAP * TARGET - SPEED.prefill_base
+    bench.scheduler.expect_no_more(RequestId("coming"))
+    assert bench.step().num_prefill_tokens == BUDGET
+
+
+def test_a_target_that_no_step_can_keep_starves_no_prompt() -> None:
+    bench = Bench()
+    bench.arrive("hopeless", target_ms=10.0)
+    for _ in range(30):  # 20 ms each
+        bench.step()
+    bench.wait("prompt", 600)
+    for _ in range(200):
+        if not bench.step().num_prefill_tokens:
+            break
+    assert not bench.scheduler.waiting
+    assert all(s.num_uncomputed_tokens <= 1 for s in bench.scheduler.running)
+
+
+def test_steps_slower_than_expected_get_smaller_chunks() -> None:
+    bench = Bench(replace(SPEED, prefill_token=0.25))
+    pacer = Pacer(bench.clock)
+    pacer.expect(replace(SPEED, prefill_token=0.25))
+    resident = bench.arrive("resident")
+    bench.step()
+    fresh = pacer.budget(BUDGET, [resident], float("inf"), is_idle=True)
+    before = fresh.take(BUDGET, 0)
+    totals = bench_totals()
+    for done in totals:
+        pacer.observe(done)
+    after = pacer.budget(BUDGET, [resident], float("inf"), is_idle=True).take(BUDGET, 0)
+    assert after < before / 2
+
+
+def bench_totals() -> list[StepTotals]:
+    """Fifty prefill steps of 100 tokens, at a millisecond a token."""
+    return [
+        StepTotals(
+            prefill_steps=n, prefill_tokens=100 * n, prefill_pairs=5_000.0 * n, prefill_ms=110.0 * n
+        )
+        for n in range(50)
+    ]
