@@ -33,7 +33,7 @@ from isthmus.gateway.app import ModelIdentity, build_gateway, create_app
 from isthmus.gateway.routing import Routing
 from isthmus.gateway.server import HttpServer, bind_sockets
 from isthmus.gateway.tokenizer import load_tokenizer
-from isthmus.router.goodput import prepare_policy
+from isthmus.router import native
 
 CONFIG_VARIABLE = "ISTHMUS_PROCESS_CONFIG"
 MS_PER_S = 1000
@@ -74,7 +74,7 @@ async def serve(
         registry = EmbeddedRegistryClient(args.registry)
         stack.push_async_callback(registry.close)
         if not config.has_router_processes:
-            await asyncio.to_thread(prepare_policy, config.router.policy)
+            await asyncio.to_thread(native.prepare)
         routing = Routing(args, registry)
         gateway = build_gateway(config, model, routing.router, routing.decider, SystemClock())
         server = HttpServer(create_app(gateway), config.lifecycle.drain_ms / MS_PER_S)

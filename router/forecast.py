@@ -22,13 +22,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from isthmus.common.ids import InstanceId
+from isthmus.router.blocks import Holders
 from isthmus.router.columns import Bools, Floats, PromptColumns
 from isthmus.router.lengths import Shares
 from isthmus.router.links import SETUP_MS
 from isthmus.router.predictor import MAX_DOUBT_MS
 from isthmus.router.quantiles import FLOOR_MS, Residuals, ratio_of
 from isthmus.router.sessions import LastServed
-from isthmus.router.table import Holders, PairTable
+from isthmus.router.table import PairTable
 from isthmus.router.types import RouteQuery
 
 MAX_HOLDERS = 4  # decode instances that a prompt's KV may be fetched from, for one decision

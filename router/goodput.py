@@ -15,6 +15,7 @@ from collections.abc import Collection
 import numpy as np
 
 from isthmus.common.ids import InstanceId
+from isthmus.router.blocks import Holders
 from isthmus.router.capacity import Capacity
 from isthmus.router.choice import Place, anyone, cheapest, listed
 from isthmus.router.columns import Bools, Floats, PromptColumns
@@ -39,10 +40,10 @@ from isthmus.router.forecast import (
     residents_missed,
     waits,
 )
-from isthmus.router.native import Weigher, prepare
+from isthmus.router.native import Weigher
 from isthmus.router.prices import Prices
 from isthmus.router.quantiles import FLOOR_MS
-from isthmus.router.table import Holders, PairTable
+from isthmus.router.table import PairTable
 from isthmus.router.types import RouteQuery
 from isthmus.router.weighed import (
     DECODE_FULL,
@@ -52,12 +53,6 @@ from isthmus.router.weighed import (
     TTFT,
     Weighed,
 )
-
-
-def prepare_policy(name: str) -> None:
-    """What takes seconds of one that is chosen by ``name``, before a router is made of it."""
-    if name == GoodputPolicy.name:
-        prepare()
 
 
 class GoodputPolicy:

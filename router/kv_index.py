@@ -7,19 +7,18 @@ Owns nothing but a belief: a wrong entry costs a recomputation, never a wrong an
   and takes nothing more until the missing events, or a snapshot, arrive;
 - at most ``max_blocks`` distinct hashes, least recently used dropped first, parents last.
 
-Holders of a block are a mask with one bit per instance, so that a lookup of a whole
-prompt is one dictionary access and one AND per block.
+The blocks themselves are kept by ``blocks``, compiled where that is possible.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from array import array
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
 from enum import Enum
-from itertools import islice, repeat
 
-from isthmus.common.ids import BlockHash, InstanceId
+from isthmus.common.ids import HashChain, InstanceId
 from isthmus.common.kv_events import (
     BlocksRemoved,
     BlocksStored,
@@ -27,12 +26,14 @@ from isthmus.common.kv_events import (
     KvEvent,
     KvEventBatch,
 )
+from isthmus.router.blocks import Blocks, Holders, PlainBlocks
+from isthmus.router.native import CompiledBlocks
 
 TOUCH_EVERY = 8
 """Lookups of which one counts as use: to move every block of every prompt costs as much as to find
 them, and what is used often is found often enough."""
-MAX_SHARED = 4_096
 EVICTED_SHARE = 256
+NOBODY = 1 << 40  # a slot that is not there
 
 
 class ApplyResult(Enum):
@@ -48,64 +49,48 @@ class _Holder:
     """What is known of one instance at one epoch."""
 
     epoch: int
-    bit: int
+    slot: int
     next_seq: int = 0
     is_awaiting: bool = False
-    hashes: set[BlockHash] = field(default_factory=set)
 
 
 class KvIndex:
-    def __init__(self, max_blocks: int) -> None:
+    """``is_compiled``: where there is a compiler."""
+
+    def __init__(self, max_blocks: int, *, is_compiled: bool = True) -> None:
         self._max_blocks = max_blocks
-        # Least recently used first: a block that is used again is entered anew. (An OrderedDict
-        # moves it in place, for 60 bytes a block and twice the time that it takes to enter one.)
-        self._masks: dict[BlockHash, int] = {}
+        compiled = CompiledBlocks.create() if is_compiled else None
+        self._blocks: Blocks = compiled if compiled is not None else PlainBlocks()
         self._holders: dict[InstanceId, _Holder] = {}
-        self._instance_by_bit: dict[int, InstanceId] = {}
-        self._all_mask = 0
-        self._shared: dict[int, int] = {}
+        self._instances: list[InstanceId | None] = []  # by slot
+        self._nobody = array("d", [0.0])
         self._num_matches = 0
         self.num_resyncs = 0
         self.num_evicted = 0
 
     def __len__(self) -> int:
-        return len(self._masks)
+        return len(self._blocks)
 
-    def match(self, hashes: Sequence[BlockHash]) -> dict[InstanceId, int]:
-        """Leading blocks of ``hashes`` that each instance holds; instances with none are absent."""
-        names = self._instance_by_bit
-        return {names[bit]: depth for mask, depth in self.holders(hashes) for bit in bits_of(mask)}
-
-    def bit(self, instance_id: InstanceId) -> int:
-        """Its own in every mask, until it is forgotten or begins a new epoch; 0 = not known."""
+    def slot(self, instance_id: InstanceId) -> int:
+        """Its own among ``holders``, until it is forgotten or begins a new epoch."""
         holder = self._holders.get(instance_id)
-        return holder.bit if holder is not None else 0
+        return holder.slot if holder is not None else NOBODY
 
-    def holders(self, hashes: Sequence[BlockHash]) -> list[tuple[int, int]]:
-        """As ``match``: masks of instances that hold equally many of them, and how many."""
-        masks = self._masks
-        alive = self._all_mask
-        ended: list[tuple[int, int]] = []  # (bits of those that hold no more, depth)
-        if not alive:
-            return ended
-        depth = 0
-        # Most blocks have the holders of the one before them: nothing to be done but to go on.
-        for depth, mask in enumerate(map(masks.get, hashes)):
-            if mask != alive:
-                still = alive & mask if mask is not None else 0
-                if still != alive:
-                    ended.append((alive ^ still, depth))
-                    alive = still
-                    if not alive:
-                        break
-        else:
-            depth = len(hashes)
-            ended.append((alive, depth))
-        self._num_matches += 1
-        if not self._num_matches % TOUCH_EVERY:
-            for index in range(depth - 1, -1, -1):
-                masks[hashes[index]] = masks.pop(hashes[index])
-        return ended[1:] if ended and not ended[0][1] else ended
+    def holders(self, chains: Iterable[HashChain]) -> Holders:
+        """Leading blocks that each instance holds. Chains of unlike blocks share no hash, so an
+        instance is found by those of its own kind."""
+        depths = self._nobody[:]
+        if self._holders:
+            for hashes in chains:
+                self._num_matches += 1
+                is_use = not self._num_matches % TOUCH_EVERY
+                self._blocks.depths(hashes, depths, is_use=is_use)
+        return depths
+
+    def match(self, chains: Iterable[HashChain]) -> dict[InstanceId, int]:
+        """As ``holders``, by instance; those with none are absent."""
+        depths = zip(self._instances, self.holders(chains), strict=False)
+        return {name: int(depth) for name, depth in depths if depth and name is not None}
 
     def next_seq(self, instance_id: InstanceId, epoch: int) -> int:
         """The first event that is missing: where a stream must begin."""
@@ -114,7 +99,7 @@ class KvIndex:
 
     def num_blocks(self, instance_id: InstanceId) -> int:
         holder = self._holders.get(instance_id)
-        return len(holder.hashes) if holder is not None else 0
+        return self._blocks.held_by(holder.slot) if holder is not None else 0
 
     def reset(self, instance_id: InstanceId, epoch: int) -> None:
         """Begins a new epoch with nothing cached; the same or an older epoch changes nothing."""
@@ -122,18 +107,15 @@ class KvIndex:
         if holder is not None and holder.epoch >= epoch:
             return
         self.forget(instance_id)
-        bit = ~self._all_mask & (self._all_mask + 1)  # the lowest that is free
-        self._holders[instance_id] = _Holder(epoch, bit)
-        self._instance_by_bit[bit] = instance_id
-        self._all_mask |= bit
+        slot = self._free_slot()
+        self._holders[instance_id] = _Holder(epoch, slot)
+        self._instances[slot] = instance_id
 
     def forget(self, instance_id: InstanceId) -> None:
         holder = self._holders.pop(instance_id, None)
-        if holder is None:
-            return
-        self._clear(holder)
-        self._all_mask &= ~holder.bit
-        del self._instance_by_bit[holder.bit]
+        if holder is not None:
+            self._blocks.clear(holder.slot)
+            self._instances[holder.slot] = None
 
     def apply(self, batch: KvEventBatch) -> ApplyResult:
         self.reset(batch.instance_id, batch.epoch)
@@ -145,7 +127,7 @@ class KvIndex:
         ):
             return ApplyResult.DUPLICATE
         if batch.is_snapshot:
-            self._clear(holder)
+            self._blocks.clear(holder.slot)
             self._apply_events(holder, batch.events)
         elif batch.first_seq > holder.next_seq:
             if holder.is_awaiting:
@@ -161,83 +143,39 @@ class KvIndex:
         return ApplyResult.APPLIED
 
     def check_integrity(self) -> None:
-        """AssertionError when masks, holders and bits disagree."""
-        union: dict[BlockHash, int] = {}
-        for holder in self._holders.values():
-            assert holder.bit & self._all_mask
-            for block_hash in holder.hashes:
-                union[block_hash] = union.get(block_hash, 0) | holder.bit
-        assert union == dict(self._masks)
-        assert len(self._masks) <= self._max_blocks
-        assert self._instance_by_bit == {h.bit: name for name, h in self._holders.items()}
+        """AssertionError when blocks, holders and slots disagree."""
+        counts = Counter(slot for _, slots in self._blocks.items() for slot in slots)
+        slots = {name: holder.slot for name, holder in self._holders.items()}
+        assert slots == {name: slot for slot, name in enumerate(self._instances) if name}
+        assert counts.keys() <= set(slots.values())
+        for slot in slots.values():
+            assert counts[slot] == self._blocks.held_by(slot)
+        assert len(self._blocks.items()) == len(self) <= self._max_blocks
+        assert all(slots for _, slots in self._blocks.items())
+
+    def _free_slot(self) -> int:
+        """The lowest."""
+        for slot, name in enumerate(self._instances):
+            if name is None:
+                return slot
+        self._instances.append(None)
+        self._nobody.append(0.0)
+        return len(self._instances) - 1
 
     def _apply_events(self, holder: _Holder, events: Iterable[KvEvent]) -> None:
         for event in events:
             match event:
                 case BlocksStored(hashes):
-                    self._store(holder, hashes)
+                    self._blocks.store(holder.slot, hashes)
                 case BlocksRemoved(hashes):
-                    self._remove(holder, hashes)
+                    self._blocks.remove(holder.slot, hashes)
                 case CacheCleared():
-                    self._clear(holder)
-
-    def _store(self, holder: _Holder, hashes: Sequence[BlockHash]) -> None:
-        masks, bit = self._masks, holder.bit
-        holder.hashes.update(hashes)
-        # Parents come first, and should be dropped last.
-        if masks.keys().isdisjoint(hashes):
-            masks.update(dict.fromkeys(reversed(hashes), self._shared_mask(bit)))
-            return
-        # Few sets of holders, many blocks: what a set becomes is found out once.
-        backwards = hashes[::-1]
-        found = dict(zip(backwards, map(masks.get, backwards), strict=True))
-        becomes = {mask: self._with(mask, bit) for mask in set(found.values())}
-        deque(map(masks.pop, found, repeat(None)), maxlen=0)
-        masks.update(zip(found, map(becomes.__getitem__, found.values()), strict=True))
-
-    def _with(self, mask: int | None, bit: int) -> int:
-        if mask is None:
-            return self._shared_mask(bit)
-        return mask if mask & bit else self._shared_mask(mask | bit)
-
-    def _remove(self, holder: _Holder, hashes: Iterable[BlockHash]) -> None:
-        masks, bit, held = self._masks, holder.bit, holder.hashes
-        known = held.intersection(hashes)
-        held -= known
-        for block_hash in known:
-            mask = masks[block_hash]
-            if mask == bit:
-                del masks[block_hash]
-            else:
-                masks[block_hash] = self._shared_mask(mask ^ bit)
-
-    def _shared_mask(self, mask: int) -> int:
-        """Its equal that others have too: there are millions of blocks and few sets of holders."""
-        shared = self._shared
-        if len(shared) > MAX_SHARED:
-            shared.clear()
-        return shared.setdefault(mask, mask)
-
-    def _clear(self, holder: _Holder) -> None:
-        self._remove(holder, holder.hashes.copy())
+                    self._blocks.clear(holder.slot)
 
     def _evict(self) -> None:
-        """A few more than it must: whoever looks for the oldest goes over the places of all that
-        were dropped since the dictionary was last made anew."""
-        masks = self._masks
-        excess = len(masks) - self._max_blocks
-        if excess <= 0:
-            return
-        for block_hash in [*islice(masks, excess + self._max_blocks // EVICTED_SHARE)]:
-            mask = masks.pop(block_hash)
-            self.num_evicted += 1
-            for bit in bits_of(mask):
-                self._holders[self._instance_by_bit[bit]].hashes.discard(block_hash)
-
-
-def bits_of(mask: int) -> Iterator[int]:
-    """Each as a mask of its own."""
-    while mask:
-        bit = mask & -mask
-        yield bit
-        mask ^= bit
+        """A few more than it must, so that it need not each time."""
+        excess = len(self._blocks) - self._max_blocks
+        if excess > 0:
+            before = len(self._blocks)
+            self._blocks.evict(excess + self._max_blocks // EVICTED_SHARE)
+            self.num_evicted += before - len(self._blocks)

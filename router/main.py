@@ -26,8 +26,8 @@ from isthmus.common.config import ClusterConfig
 from isthmus.common.errors import ConfigError, IsthmusError
 from isthmus.common.logging import configure_logging, get_logger
 from isthmus.common.registry.embedded import EmbeddedRegistryClient
+from isthmus.router import native
 from isthmus.router.feed import ClusterFeed
-from isthmus.router.goodput import prepare_policy
 from isthmus.router.host import RouterHost
 from isthmus.router.router import Router
 
@@ -79,7 +79,7 @@ async def serve(args: RouterArgs) -> None:
         text = f"cannot listen on {config.host}: {error.strerror or error}"
         raise ConfigError(text, stage="start") from error
     registry = EmbeddedRegistryClient(args.registry)
-    await asyncio.to_thread(prepare_policy, config.router.policy)
+    await asyncio.to_thread(native.prepare)
     router = Router(config.router, clock, tenant_weights=config.tenant_weights)
     feed = ClusterFeed(registry, config.name, router.state, config.router)
     host = RouterHost(router, registry, config, args.router_id, clock)

@@ -20,7 +20,7 @@ from isthmus.router.prices import Stage
 from isthmus.router.quantiles import Kind, bucket_of
 from isthmus.router.sessions import Sessions
 from isthmus.router.state import RouterState
-from isthmus.router.table import ClusterTable, Holders
+from isthmus.router.table import ClusterTable
 from isthmus.router.types import RouteQuery
 from isthmus.router.weighed import DECODE_FULL, TPOT, Weighed
 
@@ -56,7 +56,7 @@ class Placement:
         self._policy = policy
         self._sessions = sessions
         self._clock = clock
-        self._table = ClusterTable(knowledge.links, state.index)
+        self._table = ClusterTable(knowledge.links, state.index.slot)
         self._doubtful: set[InstanceId] = set()  # their breakers are not closed
         self._num_rebuilt = 0
         self._soonest: dict[str, float] = {}  # ``soonest_start_ms`` by model …
@@ -82,10 +82,7 @@ class Placement:
         """
         self.refresh(now_ns)
         tables = self._table.of_model(query.model)
-        index = self._state.index
-        holders: Holders = []
-        for chain in query.hash_chains:
-            holders += index.holders(chain)
+        holders = self._state.index.holders(query.hash_chains)
         ask = self._ask(query, now_ns, is_on_time=is_on_time, is_aged=is_aged, press=press)
         if is_last_chance:
             ask = replace(ask, quantile=min(0.5, ask.quantile))

@@ -182,10 +182,7 @@ class Router:
     def _pool(
         self, query: RouteQuery, filtered: dict[InstanceId, FilterReason], now_ns: int
     ) -> Pool:
-        # Chains of unlike blocks share no hash, so an instance is found by its own kind at most.
-        depths: dict[InstanceId, int] = {}
-        for chain in query.hash_chains:
-            depths |= self.state.index.match(chain)
+        depths = self.state.index.match(query.hash_chains)
         pending = self.state.ledger.pending
         prefill_option = self._predictor.prefill_option
         decode_option = self._predictor.decode_option

@@ -17,16 +17,15 @@ import numpy as np
 
 from isthmus.common.cluster import Role
 from isthmus.common.ids import InstanceId
+from isthmus.router.blocks import Holders
 from isthmus.router.cluster_view import InstanceView
 from isthmus.router.columns import DecodeColumns, Floats, PromptColumns
-from isthmus.router.kv_index import KvIndex, bits_of
 from isthmus.router.ledger import PendingLoad
 from isthmus.router.links import Links
 from isthmus.router.pairing import CompatKey
 
 PendingOf = Callable[[InstanceId], PendingLoad]
-Holders = list[tuple[int, int]]  # masks of the index, and leading blocks that those have
-MAX_MASKS = 4_096
+SlotOf = Callable[[InstanceId], int]  # in the prefix index
 
 
 class PairTable:
@@ -45,7 +44,7 @@ class PairTable:
         key: CompatKey,
         prefills: list[InstanceView],
         decodes: list[InstanceView],
-        index: KvIndex,
+        slot_of: SlotOf,
     ) -> None:
         self.key = key
         count, everybody = len(prefills), [*prefills, *decodes]
@@ -57,8 +56,9 @@ class PairTable:
         self.local = PromptColumns(decodes, block[:, count:])
         self.decodes = DecodeColumns(decodes)
         self.row_of = {view.instance_id: row for row, view in enumerate(everybody)}
-        self._row_of_bit = {index.bit(name): row for name, row in self.row_of.items()}
-        self._rows_of: dict[int, list[int]] = {}  # by mask of the index
+        self._slots = np.array([slot_of(name) for name in self.row_of], np.intp)
+        self._blocks: Floats = np.zeros(len(everybody))  # of the last query
+        self._blocks_at = self._blocks.ctypes.data
         self.block_sizes: Floats = np.array([view.block_size for view in everybody], np.float64)
         sizes = {view.block_size for view in everybody}
         self.block_size: float | Floats = float(sizes.pop())  # of all, or of each
@@ -129,37 +129,22 @@ class PairTable:
 
     def cached_blocks(self, holders: Holders) -> Floats:
         """Leading blocks of a prompt, as a column of ``prompts``."""
-        return np.frombuffer(self.depths(holders))
-
-    def depths(self, holders: Holders) -> array[float]:
-        """As ``cached_blocks``."""
-        blocks = array("d", bytes(8 * len(self.row_of)))
-        row_of_bit, rows_of = self._row_of_bit, self._rows_of
-        for mask, depth in holders:
-            row = row_of_bit.get(mask)
-            if row is not None:
-                blocks[row] = depth
-                continue
-            rows = rows_of.get(mask)
-            for row in self._find_rows(mask) if rows is None else rows:
-                blocks[row] = depth
+        # Whoever has no slot is nobody: the last entry.
+        blocks: Floats = np.frombuffer(holders).take(self._slots, mode="clip")
         return blocks
 
-    def _find_rows(self, mask: int) -> list[int]:
-        """Of those in ``mask``."""
-        rows = [self._row_of_bit[bit] for bit in bits_of(mask) if bit in self._row_of_bit]
-        if len(self._rows_of) >= MAX_MASKS:
-            self._rows_of.clear()
-        self._rows_of[mask] = rows
-        return rows
+    def blocks_at(self, holders: Holders) -> int:
+        """As ``cached_blocks``: where that column lies, until it is asked for again."""
+        np.frombuffer(holders).take(self._slots, out=self._blocks, mode="clip")
+        return self._blocks_at
 
 
 class ClusterTable:
     """Owns the tables. ``refresh`` before reading."""
 
-    def __init__(self, links: Links, index: KvIndex) -> None:
+    def __init__(self, links: Links, slot_of: SlotOf) -> None:
         self._links = links
-        self._index = index
+        self._slot_of = slot_of
         self._tables: dict[CompatKey, PairTable] = {}
         # A prefill instance may feed decode instances of several keys.
         self._tables_of: dict[InstanceId, list[PairTable]] = {}
@@ -202,7 +187,7 @@ class ClusterTable:
                     by_key[key][0].append(view)
         self._tables, self._tables_of = {}, {}
         for key, (prefills, decodes) in by_key.items():
-            table = self._tables[key] = PairTable(key, prefills, decodes, self._index)
+            table = self._tables[key] = PairTable(key, prefills, decodes, self._slot_of)
             for instance_id in table.row_of:
                 self._tables_of.setdefault(instance_id, []).append(table)
         self.is_outdated, self._links_seen = False, -1

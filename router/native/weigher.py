@@ -9,24 +9,22 @@ from __future__ import annotations
 import struct
 from array import array
 from collections.abc import Sequence
-from functools import cache
 from typing import overload
 
 import numpy as np
 
 from isthmus.common.ids import InstanceId
-from isthmus.common.logging import get_logger
-from isthmus.common.native import BuildError
 from isthmus.common.types import LocalPrefillReason
+from isthmus.router.blocks import Holders
 from isthmus.router.decider import local_prefill_reason
 from isthmus.router.forecast import NEVER, Ask
 from isthmus.router.lengths import BOUNDS
-from isthmus.router.native.binding import Library, load_library
+from isthmus.router.native.binding import Library, library
 from isthmus.router.policy import Candidate
 from isthmus.router.predictor import DecodeOption, PrefillOption
 from isthmus.router.prices import Prices
 from isthmus.router.quantiles import Residuals
-from isthmus.router.table import Holders, PairTable
+from isthmus.router.table import PairTable
 from isthmus.router.types import RouteQuery
 from isthmus.router.weighed import (
     DECODE_FULL,
@@ -45,14 +43,12 @@ _QUERY = struct.Struct("@6d 3d 5d 2d 3q 3q q qq q qq" + 3 * _RESIDUALS)
 _ANSWER = struct.Struct("@8d")
 _CANDIDATE = struct.Struct("@14d")
 
-_log = get_logger("router")
-
 
 class Weigher:
     """``min_remote_tokens``, ``stale_ms``: as ``forecast`` takes them."""
 
-    def __init__(self, library: Library, min_remote_tokens: int, stale_ms: float) -> None:
-        self._library = library
+    def __init__(self, compiled: Library, min_remote_tokens: int, stale_ms: float) -> None:
+        self._library = compiled
         self._min_remote = min_remote_tokens
         self._stale_ms = stale_ms
         self._query, self._query_at = _buffer(_QUERY.size)
@@ -62,8 +58,8 @@ class Weigher:
     @classmethod
     def create(cls, min_remote_tokens: int, stale_ms: float) -> Weigher | None:
         """None where it cannot be compiled: numpy does the same then, slower."""
-        library = _library()
-        return cls(library, min_remote_tokens, stale_ms) if library is not None else None
+        compiled = library()
+        return cls(compiled, min_remote_tokens, stale_ms) if compiled is not None else None
 
     def weigh(
         self,
@@ -76,7 +72,6 @@ class Weigher:
     ) -> Weighed:
         """As ``GoodputPolicy.weigh``."""
         parts = table.parts or self._parts(table)
-        depths = table.depths(holders)
         row_of = table.row_of
         excluded = array("q", [row_of[name] for name in query.exclude if name in row_of])
         last, quantile, now_ns = ask.last, ask.quantile, ask.now_ns
@@ -109,7 +104,7 @@ class Weigher:
             _row(row_of, ask.left_alone),
             last_prefill,
             last_decode,
-            depths.buffer_info()[0],
+            table.blocks_at(holders),
             excluded.buffer_info()[0],
             len(excluded),
             ask.shares.address,
@@ -225,18 +220,3 @@ def _buffer(size: int) -> tuple[array[int], int]:
     """Memory that stays where it is."""
     memory = array("B", bytes(size))
     return memory, memory.buffer_info()[0]
-
-
-def prepare() -> None:
-    """Compiles it unless it is in the cache: seconds, so not in a loop that has to answer."""
-    _library()
-
-
-@cache
-def _library() -> Library | None:
-    """One for the process."""
-    try:
-        return load_library()
-    except BuildError as error:
-        _log.warning("the compiled policy is not there, numpy does it", why=str(error))
-        return None

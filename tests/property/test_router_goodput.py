@@ -181,7 +181,7 @@ class Scene:
         return scene
 
     def table(self) -> ClusterTable:
-        made = ClusterTable(self.state.links, self.state.index)
+        made = ClusterTable(self.state.links, self.state.index.slot)
         made.refresh(self.state.cluster.views, (), self.state.ledger.pending, self.now_ns)
         return made
 
@@ -197,7 +197,7 @@ def test_the_choice_is_that_of_looking_at_every_pair(seed: int) -> None:
     for _ in range(4):
         query = scene.query()
         ask, index, chain = scene.ask(query), scene.state.index, query.hash_chains[0]
-        holders, depths = index.holders(chain), index.match(chain)
+        holders, depths = index.holders((chain,)), index.match((chain,))
         prices = Prices(rnd.choice([1.0, 2.5]), rnd.choice([1.0, 3.0]))
         for pairs in table.of_model("m"):
             found = policy.weigh(pairs, query, holders, ask, prices, now_ms)
@@ -237,7 +237,7 @@ def test_the_compiled_policy_says_what_numpy_says_to_the_last_bit(seed: int) -> 
     now_ms = scene.now_ns / NS_PER_MS
     for _ in range(6):
         query = scene.query()
-        ask, holders = scene.ask(query), scene.state.index.holders(query.hash_chains[0])
+        ask, holders = scene.ask(query), scene.state.index.holders(query.hash_chains)
         prices = Prices(rnd.choice([1.0, 2.5]), rnd.choice([1.0, 3.0]))
         for pairs in table.of_model("m"):
             asked = (pairs, query, holders, ask, prices, now_ms)

@@ -78,7 +78,7 @@ def test_a_cache_event_changes_nothing_and_the_next_ones_still_count() -> None:
     known = kv_batch_from_pb(batch)
     assert known.events == (BlocksStored(()), BlocksRemoved((HASHES[1],)))
     assert index.apply(known) is ApplyResult.APPLIED
-    assert index.match(HASHES) == {InstanceId("d0"): 1}
+    assert index.match((HASHES,)) == {InstanceId("d0"): 1}
     batch = common_pb2.KvEventBatch(instance_id="d0", epoch=1, first_seq=3)
     batch.events.add(kind=kinds.KIND_STORED, hashes=HASHES[1])
     assert index.apply(kv_batch_from_pb(batch)) is ApplyResult.APPLIED

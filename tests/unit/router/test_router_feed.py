@@ -64,7 +64,7 @@ class Bed:
         return view is not None and view.is_suspect
 
     def cached(self, name: str) -> int:
-        return self.router.state.index.match(HASHES).get(InstanceId(name), 0)
+        return self.router.state.index.match((HASHES,)).get(InstanceId(name), 0)
 
 
 @asynccontextmanager

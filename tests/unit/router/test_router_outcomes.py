@@ -237,7 +237,7 @@ def test_restart_clears_cache_and_reservations_at_once() -> None:
     cluster.store("p0", query.hash_chains[0])
     cluster.router.route(query)
     cluster.join("p0", Role.PREFILL, epoch=2)
-    assert cluster.router.state.index.match(query.hash_chains[0]) == {}
+    assert cluster.router.state.index.match(query.hash_chains) == {}
     assert cluster.router.state.ledger.num_open(P0) == 0
     cluster.router.state.registered(cluster.join("p0", Role.PREFILL, epoch=1))  # a late record
     assert cluster.router.cluster.views[P0].info.epoch == 2
