@@ -140,6 +140,11 @@ class HoldingQueue:
         line = self._lines.get(model)
         return max(0.0, line.on_time_ms) if line is not None else 0.0
 
+    def has_on_time(self, model: str) -> bool:
+        """Whether somebody waits who could come too late."""
+        line = self._lines.get(model)
+        return line is not None and bool(line.on_time)
+
     def enter(
         self,
         query: RouteQuery,

@@ -176,7 +176,7 @@ class Intake:
             )
             return self._rejected(query, error, now_ns)
         self._queue.enter(query, weighed.work_ms, latest_ns, now_ns, deadline_ns)
-        self._next_tick_ns = now_ns
+        self._next_tick_ns = self._tick_after_entry(query.model, now_ns)
         metrics.HOLDS.labels(reason=look.weighed.obstacle or "in_line").inc()
         return Held(query.request_id, latest_ns)
 
@@ -216,7 +216,7 @@ class Intake:
 
     def _leave_out(self, model: str, now_ns: int, settled: list[Settled]) -> None:
         pool = self._pools.get(model)
-        if pool is None or now_ns < pool.plans_ns:
+        if pool is None or now_ns < pool.plans_ns or not self._queue.has_on_time(model):
             return
         pool.plans_ns = now_ns + PLAN_MS * NS_PER_MS
         capacity = self._places.capacity(model, now_ns)
@@ -372,6 +372,17 @@ class Intake:
             pool.num_workers = weighed.num_workers
         return pool
 
+    def _tick_after_entry(self, model: str, now_ns: int) -> int | None:
+        """At once where somebody could begin, or must perhaps be given up for who has come. Else a
+        tick would find nothing to do: of many that come together, each would cost one."""
+        soonest_ms = self._places.soonest_start_ms(model, now_ns)
+        if not 0 < soonest_ms < float("inf"):
+            return now_ns
+        next_ns = self._next(now_ns, min(LONGEST_WAIT_MS, max(1.0, soonest_ms)))
+        if self._queue.has_on_time(model):
+            next_ns = _earlier(next_ns, max(now_ns, self._pools[model].plans_ns))
+        return _earlier(self._next_tick_ns, next_ns)
+
     def _next(self, now_ns: int, wait_ms: float) -> int | None:
         if not len(self._queue):
             return None
@@ -380,6 +391,12 @@ class Intake:
         if change_ns is not None:
             next_ns = min(next_ns, max(change_ns, now_ns + NS_PER_MS))
         return next_ns
+
+
+def _earlier(one: int | None, other: int | None) -> int | None:
+    if one is None or other is None:
+        return other if one is None else one
+    return min(one, other)
 
 
 def _is_last_chance(held: HeldQuery, now_ns: int) -> bool:

@@ -8,8 +8,11 @@ model, that on a constant. At most ``MAX_GROUPS`` groups; the one used longest a
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from math import log2
 
 import numpy as np
@@ -28,6 +31,8 @@ ANY_BUCKET = -1
 Floats = NDArray[np.float64]
 BOUNDS: Floats = 2.0 ** (np.arange(NUM_BINS + 1) / 2)
 """Tokens at which bins begin, and where the last one ends."""
+_GUESSED: list[float] = (1.0 - np.exp(-(BOUNDS - 1.0) / FIRST_GUESS)).tolist()
+"""Shares of an exponential distribution with the first guess as its mean."""
 
 
 @dataclass(slots=True)
@@ -46,9 +51,10 @@ class _Histogram:
             self.sums = [value / 2 for value in self.sums]
             self.total /= 2
 
-    def cumulative(self) -> Floats:
+    def cumulative(self) -> list[float]:
         """Shares of lengths below each bin's lower end; one more than bins."""
-        return np.concatenate(([0.0], np.cumsum(self.counts))) / self.total
+        total = self.total
+        return [below / total for below in accumulate(self.counts, initial=0.0)]
 
     def mean(self, limit: int) -> float:
         """Of min(length, limit). A bin that straddles the limit counts by its mean."""
@@ -68,8 +74,9 @@ class Shares:
     address: int
 
     @classmethod
-    def of(cls, values: Floats) -> Shares:
-        return cls(values, values.ctypes.data)
+    def of(cls, values: Sequence[float]) -> Shares:
+        memory = array("d", values)  # whose address is told at once, as numpy's own is not
+        return cls(np.frombuffer(memory), memory.buffer_info()[0])
 
     def below(self, tokens: Floats) -> Floats:
         """The share that has fewer output tokens than each of these; even within a bin."""
@@ -100,15 +107,17 @@ class OutputLengths:
             shares = self._shares[model] = Shares.of(self._cumulative(model))
         return shares
 
-    def _cumulative(self, model: str) -> Floats:
-        """Exponential of the first guess's mean, as far as little is known."""
-        guess: Floats = 1.0 - np.exp(-(BOUNDS - 1.0) / FIRST_GUESS)
+    def _cumulative(self, model: str) -> list[float]:
+        """That of the first guess, as far as little is known."""
         histogram = self._groups.get((model, "", ANY_BUCKET))
         if histogram is None or not histogram.total:
-            return guess
-        share = min(1.0, histogram.total / ENOUGH)
-        mixed: Floats = share * histogram.cumulative() + (1.0 - share) * guess
-        return mixed
+            return _GUESSED
+        known = histogram.cumulative()
+        if histogram.total >= ENOUGH:
+            return known
+        share = histogram.total / ENOUGH
+        pairs = zip(known, _GUESSED, strict=True)
+        return [share * value + (1.0 - share) * guess for value, guess in pairs]
 
     def expected(self, model: str, class_name: str, num_prompt: int, limit: int) -> int:
         """Output tokens to reckon with, between 1 and ``limit``."""

@@ -20,6 +20,7 @@ from isthmus.common.ids import RequestId
 from isthmus.common.types import LocalPrefillReason, RouteAction, Slo
 from isthmus.router import Outcome, RouteQuery
 from isthmus.router.holding import HoldingQueue
+from isthmus.router.intake import PLAN_MS
 from isthmus.router.verdict import Admitted, Held, Rejected, Settled
 from tests.support.router_cluster import LATENCY, Cluster, make_info, make_query
 
@@ -73,6 +74,30 @@ def test_query_waits_while_nobody_could_begin_it_and_holds_nothing() -> None:
     assert booked == len(made) < 4
     assert cluster.router.num_held == 4 - booked
     cluster.check()
+
+
+def test_who_comes_while_nobody_could_begin_costs_no_tick_of_its_own() -> None:
+    cluster = cluster_of()
+    busy(cluster, 4)
+    cluster.router.tick()
+    due_ns = cluster.router.next_tick_ns()
+    assert due_ns is not None and due_ns > cluster.clock.monotonic_ns()
+    for number in range(3):
+        assert isinstance(cluster.router.submit(ask(cluster, f"late{number}")), Held)
+        assert cluster.router.next_tick_ns() == due_ns
+
+
+def test_who_could_come_too_late_is_looked_at_with_the_next_plan() -> None:
+    cluster = cluster_of()
+    busy(cluster, 4)
+    cluster.router.tick()
+    now_ns = cluster.clock.monotonic_ns()
+    for number in range(2):  # the plan is of now, then the tick that made it has been
+        assert isinstance(cluster.router.submit(ask(cluster, f"keen{number}", slo=KEEN)), Held)
+        due_ns = cluster.router.next_tick_ns()
+        assert due_ns is not None
+        assert due_ns - now_ns == number * PLAN_MS * NS_PER_MS
+        cluster.router.tick()
 
 
 def test_first_token_lets_the_next_one_start() -> None:
@@ -178,7 +203,7 @@ def test_who_was_settled_before_a_tick_breaks_off_is_told_by_the_next(
         raise ValueError("broken")
 
     with monkeypatch.context() as patch:
-        patch.setattr(HoldingQueue, "left_out", broken)
+        patch.setattr(HoldingQueue, "in_order", broken)
         with pytest.raises(ValueError, match="broken"):
             tick(cluster)
         assert cluster.router.next_tick_ns() is not None
