@@ -321,6 +321,12 @@ class Ledger:
         self._pending.pop(instance_id, None)
         self.changed.add(instance_id)
 
+    def may_forget(self, instance_id: InstanceId, num_prompts: int) -> bool:
+        """Whether a report that speaks of so many prompts, and another one later, may say more
+        than the later one alone (``seen``)."""
+        legs = self._by_instance.get(instance_id)
+        return legs is not None and (len(legs.prompts) > num_prompts or bool(legs.forgotten))
+
     def forget(self, instance_id: InstanceId) -> None:
         """The instance is gone or restarted: its legs mean nothing any more."""
         self._by_instance.pop(instance_id, None)

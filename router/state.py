@@ -89,11 +89,12 @@ class RouterState:
         self.dirty.add(instance_id)
         return self._remove_if_lost(view, why)
 
-    def reported(self, report: LoadReport) -> None:
+    def reported(self, report: LoadReport, came_ns: int | None = None) -> None:
+        """``came_ns``: when it came, where that is not now."""
         view = self.cluster.at_epoch(report.instance_id, report.epoch)
         was_suspect = view is not None and view.is_suspect
         was_heard = view is not None and view.load is not None
-        now_ns = self._clock.monotonic_ns()
+        now_ns = self._clock.monotonic_ns() if came_ns is None else came_ns
         if self.cluster.take_report(report, now_ns) is None:
             return
         if report.links:

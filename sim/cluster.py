@@ -80,7 +80,7 @@ class SimCluster:
         self._num_to_come = 0
         self._delivery_ns = round(settings.delivery_ms * NS_PER_MS)
         tick_gap_ns = round(settings.report_interval_ms * NS_PER_MS * TICK_SHARE)
-        self._ticks = RouterTicks(self.router, self.queue, tick_gap_ns, self._settled)
+        self._ticks = RouterTicks(self.router, self.queue, self.feed, tick_gap_ns, self._settled)
         self._random = random.Random(settings.seed)
         self._held: dict[Flight, None] = {}  # nobody can serve them now
         self._flights: dict[int, Flight] = {}
@@ -89,6 +89,7 @@ class SimCluster:
             self._start(spec, 1)
         self.router.state.on_change = self._cluster_changed
         self.router.on_progress = self._ticks.on_progress
+        self.feed.on_due = self._ticks.on_held
 
     # --- the run -------------------------------------------------------------------------------
 
@@ -115,6 +116,7 @@ class SimCluster:
 
     def close(self) -> list[Record]:
         """Ends the run: whoever is still there is UNFINISHED. Returns all records."""
+        self.feed.tell(self.queue.now_ns)
         for flight in list(self._flights.values()):
             self._given_up(flight, RequestEnd.UNFINISHED, "the run ended")
         return self.records
@@ -126,9 +128,9 @@ class SimCluster:
         instance = self.instances.pop(instance_id, None)
         if instance is None:
             return
+        self.feed.lost(instance, "reset")
         lost = instance.kill()
         self.retired.append(instance)
-        self.feed.lost(instance, "reset")
         lease_ns = round(self.settings.lease_ms * NS_PER_MS)
         self.queue.after(lease_ns, self._lease_over, (instance_id, instance.epoch))
         for sequence in lost:
@@ -186,6 +188,7 @@ class SimCluster:
 
     def _route(self, flight: Flight) -> None:
         """The first time it may be held by the router; what is sent again may not."""
+        self.feed.tell(self.queue.now_ns - 1)
         query = flight.query(self.settings.request_timeout_ms)
         if flight.record.num_attempts:
             try:
@@ -302,6 +305,9 @@ class SimCluster:
     def cache_changed(self, instance: AnyInstance, events: list[KvEvent]) -> None:
         self.feed.kv_events(instance, events)
 
+    def before_change(self, instance: AnyInstance) -> None:
+        self.feed.before_change(instance)
+
     def load_changed(self, instance: AnyInstance) -> None:
         self.feed.changed(instance)
 
@@ -319,7 +325,7 @@ class SimCluster:
         flight, decision = sent
         if flight.record.end is None and flight.record.first_ns is None:
             flight.record.first_ns = self.since_start_ns
-        self.router.report(decision.decision_id, Outcome.first_token())
+        self._report(decision, Outcome.first_token())
 
     # --- ends ----------------------------------------------------------------------------------
 
@@ -330,6 +336,13 @@ class SimCluster:
         self._end(flight, RequestEnd.FINISHED)
         record = flight.record
         outcome = Outcome.finished(record.tpot_ms, num_output_tokens=record.num_tokens)
+        self._report(decision, outcome)
+
+    def _report(self, decision: RouteDecision, outcome: Outcome) -> None:
+        """After what its instances have reported so far."""
+        for ref in (decision.prefill, decision.decode):
+            if ref is not None:
+                self.feed.tell_of(ref.instance_id)
         self.router.report(decision.decision_id, outcome)
 
     def _cancel(self, flight: Flight) -> None:
@@ -344,7 +357,7 @@ class SimCluster:
         self._abort_legs(flight)
         self._held.pop(flight, None)
         if flight.decision is not None:
-            self.router.report(flight.decision.decision_id, Outcome.cancelled())
+            self._report(flight.decision, Outcome.cancelled())
         else:
             self.router.cancel(flight.request_id)
         self._end(flight, end, reason)
@@ -365,7 +378,7 @@ class SimCluster:
         if flight.is_over or flight.decision is None:
             return
         self._abort_legs(flight)
-        self.router.report(flight.decision.decision_id, Outcome.failed(instance_id))
+        self._report(flight.decision, Outcome.failed(instance_id))
         flight.decision = None
         flight.excluded |= {instance_id}
         if flight.record.num_attempts >= self.settings.max_attempts:

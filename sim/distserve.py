@@ -55,7 +55,13 @@ class PromptsFirstInstance:
     def num_sequences(self) -> int:
         return len(self._prompts) + len(self._decodes) + len(self._kept) + len(self._batch)
 
+    @property
+    def num_prompts(self) -> int:
+        running = sum(s.state is not SeqState.DECODING for s in (*self._batch, *self._decodes))
+        return len(self._prompts) + running
+
     def submit(self, sequence: SimSequence) -> None:
+        self._listener.before_change(self)
         sequence.move_to(SeqState.WAITING)
         sequence.added_ns = self._queue.now_ns
         self._prompts.append(sequence)
@@ -63,12 +69,14 @@ class PromptsFirstInstance:
         self._listener.load_changed(self)
 
     def reserve(self, sequence: SimSequence) -> None:
+        self._listener.before_change(self)
         sequence.move_to(SeqState.RESERVING)
         sequence.move_to(SeqState.RESERVED)
         self._kept[sequence] = None
         self._listener.reserved(sequence)
 
     def arrived(self, sequence: SimSequence, first_ns: int) -> None:
+        self._listener.before_change(self)
         del self._kept[sequence]
         sequence.take_first_token(first_ns)
         sequence.move_to(SeqState.ARRIVED)
@@ -78,6 +86,7 @@ class PromptsFirstInstance:
         self._listener.load_changed(self)
 
     def let_go(self, sequence: SimSequence) -> None:
+        self._listener.before_change(self)
         del self._kept[sequence]
         sequence.move_to(SeqState.ENDED)
 
@@ -85,6 +94,7 @@ class PromptsFirstInstance:
         """One in the batch is dropped when its step ends."""
         if sequence.state is SeqState.ENDED:
             return
+        self._listener.before_change(self)
         sequence.move_to(SeqState.ENDED)
         self._kept.pop(sequence, None)
         for line in (self._prompts, self._decodes):
@@ -105,27 +115,26 @@ class PromptsFirstInstance:
         self._decodes.clear()
         return lost
 
-    def report(self) -> LoadReport:
+    def report(self, at_ns: int) -> LoadReport:
         self._report_no += 1
-        now_ns = self._queue.now_ns
         running = [*self._batch, *self._decodes]
         decoding = [s for s in running if s.state is SeqState.DECODING]
-        oldest_ns = self._prompts[0].added_ns if self._prompts else now_ns
+        oldest_ns = self._prompts[0].added_ns if self._prompts else at_ns
         return LoadReport(
             instance_id=self.spec.instance_id,
             epoch=self.epoch,
             seq=self._report_no,
-            at_ns=now_ns,
+            at_ns=at_ns,
             waiting_seqs=len(self._prompts),
             waiting_tokens=sum(s.num_prompt for s in self._prompts),
-            oldest_wait_ms=(now_ns - oldest_ns) / NS_PER_MS,
+            oldest_wait_ms=(at_ns - oldest_ns) / NS_PER_MS,
             running_seqs=len(running),
             running_context_tokens=sum(s.num_tokens for s in decoding),
             num_blocks=self.pool.num_blocks,
             free_blocks=self.pool.num_blocks,
             step_ms=self._step_ms,
             steps=self.num_steps,
-            prompt_seqs=len(self._prompts) + len(running) - len(decoding),
+            prompt_seqs=self.num_prompts,
         )
 
     def check_integrity(self) -> None:
@@ -176,6 +185,7 @@ class PromptsFirstInstance:
     def _ended(self, plan_no: int) -> None:
         if plan_no != self._plan_no:
             return
+        self._listener.before_change(self)
         batch, self._batch = self._batch, []
         self.num_steps += 1
         for sequence in batch:

@@ -82,8 +82,13 @@ class Instance:
         lines = self._waiting.num_seqs + self._reserving.num_seqs + self._arrived.num_seqs
         return lines + len(self._kept) + len(self._running)
 
+    @property
+    def num_prompts(self) -> int:
+        return self._waiting.num_prompts + sum([s.is_prompt for s in self._prefilling])
+
     def submit(self, sequence: SimSequence) -> None:
         """A prompt to compute here: for itself or, with ``is_for_peer``, for another instance."""
+        self._listener.before_change(self)
         sequence.move_to(SeqState.WAITING)
         sequence.added_ns = self._queue.now_ns
         self._waiting.append(sequence)
@@ -91,6 +96,7 @@ class Instance:
 
     def reserve(self, sequence: SimSequence) -> None:
         """Blocks for a prompt that another computes; ``reserved`` is called, now or later."""
+        self._listener.before_change(self)
         sequence.move_to(SeqState.RESERVING)
         sequence.added_ns = self._queue.now_ns
         self._reserving.append(sequence)
@@ -100,6 +106,7 @@ class Instance:
 
     def arrived(self, sequence: SimSequence, first_ns: int) -> None:
         """The KV of a reserved sequence is there, and its first token since ``first_ns``."""
+        self._listener.before_change(self)
         self._let_out(sequence)
         sequence.move_to(SeqState.ARRIVED)
         sequence.take_first_token(first_ns)
@@ -111,6 +118,7 @@ class Instance:
 
     def let_go(self, sequence: SimSequence) -> None:
         """A held sequence's KV has been sent."""
+        self._listener.before_change(self)
         self._let_out(sequence)
         give_back(self.pool, sequence)
         sequence.move_to(SeqState.ENDED)
@@ -121,6 +129,7 @@ class Instance:
         state = sequence.state
         if state is SeqState.ENDED or sequence.is_aborting:
             return
+        self._listener.before_change(self)
         if sequence in self._running:
             sequence.is_aborting = True
             self._num_aborting += 1
@@ -159,11 +168,10 @@ class Instance:
         self.pool.clear()
         return lost
 
-    def report(self) -> LoadReport:
-        """What it would tell a router now."""
-        self._catch_up()
+    def report(self, at_ns: int) -> LoadReport:
+        """What it would tell a router, at a time since which it has not changed."""
+        self._catch_up(at_ns)
         self._report_no += 1
-        now_ns = self._queue.now_ns
         waiting, pool, decodes = self._waiting, self.pool, self._decodes
         reserving, arrived = self._reserving, self._arrived
         waiting_tokens = waiting.num_tokens + reserving.num_tokens
@@ -175,7 +183,7 @@ class Instance:
             computed += done
             num_prompts += sequence.is_prompt
         head = waiting.head
-        oldest_ns = head.added_ns if head is not None else now_ns
+        oldest_ns = head.added_ns if head is not None else at_ns
         progress = 0
         if decodes.grown_to > decodes.steps:
             progress = (decodes.grown_to - decodes.steps) * decodes.num_seqs
@@ -183,10 +191,10 @@ class Instance:
             instance_id=self._instance_id,
             epoch=self.epoch,
             seq=self._report_no,
-            at_ns=now_ns,
+            at_ns=at_ns,
             waiting_seqs=waiting.num_seqs + reserving.num_seqs,
             waiting_tokens=waiting_tokens,
-            oldest_wait_ms=(now_ns - oldest_ns) / NS_PER_MS,
+            oldest_wait_ms=(at_ns - oldest_ns) / NS_PER_MS,
             running_seqs=len(self._running) + arrived.num_seqs,
             running_context_tokens=decodes.context + progress + computed,
             num_blocks=pool.num_blocks,
@@ -316,8 +324,10 @@ class Instance:
         return self.slowness * self._noise() if self._noise is not None else self.slowness
 
     def _step_ended(self) -> None:
-        self._is_settling = True
+        self._listener.before_change(self)
         timer, decodes = self._timer, self._decodes
+        timer.stop()
+        self._is_settling = True
         counts, num_seqs, context = self._counts, decodes.num_seqs, decodes.context
         if self._chunks:
             counts.prefilled(self._chunks, num_seqs, context, timer.took_ms)
@@ -508,8 +518,9 @@ class Instance:
             self._preempt_youngest()
         decodes.own(decodes.steps)
 
-    def _catch_up(self) -> None:
-        """Takes the blocks that the steps of a leap have needed so far."""
+    def _catch_up(self, at_ns: int | None = None) -> None:
+        """Takes the blocks that the steps of a leap have needed by then, or by now."""
         timer = self._timer
         if timer.leap is not None and timer.is_running:
-            self._decodes.own(self._decodes.steps + timer.begun() - 1)
+            begun = timer.begun(self._queue.now_ns if at_ns is None else at_ns)
+            self._decodes.own(self._decodes.steps + begun - 1)

@@ -19,7 +19,12 @@ class AnyInstance(Protocol):
     @property
     def num_sequences(self) -> int: ...
 
-    def report(self) -> LoadReport: ...
+    @property
+    def num_prompts(self) -> int:
+        """Of its sequences, as its reports tell."""
+
+    def report(self, at_ns: int) -> LoadReport:
+        """What it tells at a time, since which nothing of it has changed."""
 
 
 class Listener(Protocol):
@@ -36,5 +41,9 @@ class Listener(Protocol):
     def finished(self, sequence: SimSequence) -> None: ...
 
     def cache_changed(self, instance: AnyInstance, events: list[KvEvent]) -> None: ...
+
+    def before_change(self, instance: AnyInstance) -> None:
+        """Until now it was as it is: whoever wants a report of that asks for it before it is
+        too late."""
 
     def load_changed(self, instance: AnyInstance) -> None: ...

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from isthmus.router import Router
 from isthmus.router.verdict import Settled
 from isthmus.sim.events import EventQueue
+from isthmus.sim.feed import SimFeed
 
 
 class RouterTicks:
@@ -15,10 +16,16 @@ class RouterTicks:
     event loop does."""
 
     def __init__(
-        self, router: Router, queue: EventQueue, gap_ns: int, on_settled: Callable[[Settled], None]
+        self,
+        router: Router,
+        queue: EventQueue,
+        feed: SimFeed,
+        gap_ns: int,
+        on_settled: Callable[[Settled], None],
     ) -> None:
         self._router = router
         self._queue = queue
+        self._feed = feed
         self._gap_ns = gap_ns
         self._on_settled = on_settled
         self._next_ns: int | None = None
@@ -29,9 +36,11 @@ class RouterTicks:
         self._plan(self._last_ns + self._gap_ns)
 
     def on_held(self) -> None:
-        """Somebody began to wait, or still does."""
+        """Somebody began to wait, or still does: until a time comes, or a report."""
         next_ns = self._router.next_tick_ns()
         if next_ns is not None:
+            due_ns = self._feed.next_due_ns()
+            next_ns = next_ns if due_ns is None else min(next_ns, due_ns)
             self._plan(max(next_ns, self._last_ns + self._gap_ns))
 
     def _plan(self, when_ns: int) -> None:
@@ -44,6 +53,7 @@ class RouterTicks:
     def _tick(self, planned_ns: int) -> None:
         if planned_ns != self._next_ns:
             return
+        self._feed.tell(planned_ns)
         self._next_ns, self._last_ns = None, planned_ns
         for settled in self._router.tick():
             self._on_settled(settled)

@@ -20,7 +20,8 @@ from isthmus.sim.step_model import Leap
 
 
 class StepTimer:
-    """``on_end`` is called once for each ``start``, unless ``stop`` is."""
+    """``on_end`` is called once for each ``start``, unless ``stop`` is before: at the end of the
+    last step, which runs until whoever is called stops it."""
 
     def __init__(self, queue: EventQueue, on_end: Callable[[], None]) -> None:
         self.is_running = False
@@ -49,17 +50,17 @@ class StepTimer:
         self._ends_at(now_ns + max(1, round(total_ms * NS_PER_MS)))
         self.busy_ns += self.ends_ns - now_ns
 
-    def begun(self) -> int:
-        """Steps of the leap that have begun by now."""
+    def begun(self, by_ns: int) -> int:
+        """Steps of the leap that have begun by then."""
         assert self.leap is not None
-        steps = self.leap.steps_until((self._queue.now_ns - self.started_ns) / NS_PER_MS)
+        steps = self.leap.steps_until((by_ns - self.started_ns) / NS_PER_MS)
         return steps if steps < self.num_steps else self.num_steps
 
     def cut_short(self) -> None:
         """Ends a leap with the step in progress."""
         if not self.is_running or self.leap is None:
             return
-        steps = self.begun()
+        steps = self.begun(self._queue.now_ns)
         if steps < self.num_steps:
             self.num_steps = steps
             old_ns = self.ends_ns
@@ -68,7 +69,7 @@ class StepTimer:
             self.busy_ns += self.ends_ns - old_ns
 
     def stop(self) -> None:
-        """The instance died; what it would have done was not."""
+        """Nothing runs any more; what would have come after now was not."""
         self._plan_no += 1
         self.is_running = False
         if self.ends_ns > self._queue.now_ns:
@@ -81,5 +82,4 @@ class StepTimer:
 
     def _ended(self, plan_no: int) -> None:
         if plan_no == self._plan_no:
-            self.is_running = False
             self._on_end()

@@ -39,6 +39,29 @@ def chain(count: int, first: int = 0) -> tuple[BlockHash, ...]:
     return tuple(BlockHash((first + place).to_bytes(16, "big")) for place in range(count))
 
 
+def listen_always(cluster: SimCluster) -> None:
+    """Somebody asks for each report when it is due."""
+    queue, feed = cluster.queue, cluster.feed
+    others = feed.on_due
+
+    def on_due() -> None:
+        plan()
+        if others is not None:
+            others()
+
+    def plan() -> None:
+        due_ns = feed.next_due_ns()
+        assert due_ns is not None
+        queue.at(due_ns, ask)
+
+    def ask(_: None) -> None:
+        feed.tell(queue.now_ns)
+        plan()
+
+    feed.on_due = on_due
+    plan()
+
+
 def make_scenario(**changes: Any) -> Scenario:
     """One mixed instance and a steady trickle, unless told otherwise."""
     tree: dict[str, Any] = {

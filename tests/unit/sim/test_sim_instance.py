@@ -8,7 +8,15 @@ from isthmus.common.cluster import Role
 from isthmus.common.ids import InstanceId
 from isthmus.sim.records import RequestEnd
 from isthmus.sim.spec import Batching
-from tests.support.sim_runs import MODEL, chain, check_over, make_cluster, make_request, make_spec
+from tests.support.sim_runs import (
+    MODEL,
+    chain,
+    check_over,
+    listen_always,
+    make_cluster,
+    make_request,
+    make_spec,
+)
 
 QUIET = {"dispatch_ms": 0.0, "transfer_setup_ms": 0.0}
 
@@ -152,8 +160,9 @@ def test_one_that_gave_way_is_no_prompt_once_it_has_a_token(
     monkeypatch.setattr(
         cluster.router.state,
         "reported",
-        lambda report: told.append((report.waiting_seqs, report.prompt_seqs)),
+        lambda report, _: told.append((report.waiting_seqs, report.prompt_seqs)),
     )
+    listen_always(cluster)
     cluster.offer([make_request(0, 0, 100, 150), make_request(1, 1, 100, 150)])
     assert cluster.run()
     assert instance.num_preempted > 0

@@ -9,47 +9,55 @@ that the figures are those of any machine. Who means to change what is simulated
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from hashlib import sha256
 
 import pytest
 
 from isthmus.common.cluster import LoadReport, Role
 from isthmus.common.ids import InstanceId
+from isthmus.common.types import Slo
 from isthmus.sim.cluster import SimCluster
 from isthmus.sim.flight import START_NS
 from isthmus.sim.requests import SimRequest
 from isthmus.sim.spec import Batching, InstanceSpec
-from tests.support.sim_runs import MS, chain, make_cluster, make_request, make_spec
+from tests.support.sim_runs import (
+    MS,
+    chain,
+    listen_always,
+    make_cluster,
+    make_request,
+    make_spec,
+)
 
 BLOCK = 16
 NUM_REQUESTS = 160
 ENGINES = {
-    "times": "dcc66516",
+    "times": "cd7843e8",
     "counts": "7cf7db72",
-    "instances": "c3a1b553",
-    "reports": "bff42b42",
-    "loads": "a60e734e",
-    "caches": "42f6897e",
-    "steps": "f123f9d9",
+    "instances": "d0868e67",
+    "reports": "866707f4",
+    "loads": "fd08d7dc",
+    "caches": "e366ee01",
+    "steps": "4b728718",
 }
 OFTEN = {
-    "times": "e76802d8",
+    "times": "7d4b5b15",
     "counts": "76d7a322",
-    "instances": "86b35d64",
-    "reports": "2a9b74fc",
-    "loads": "df9a2e1f",
-    "caches": "79cfe54c",
-    "steps": "c955c4a1",
+    "instances": "4ec47dda",
+    "reports": "eaf04eee",
+    "loads": "f06cb524",
+    "caches": "64ddc99a",
+    "steps": "295f7aad",
 }
 WHOLE = {
-    "times": "74f58107",
+    "times": "b01a8a8c",
     "counts": "63304ca1",
-    "instances": "55fb7521",
-    "reports": "d52a2b04",
-    "loads": "aeb18ea2",
-    "caches": "9a01bc39",
-    "steps": "a138ec63",
+    "instances": "b4e1a4cf",
+    "reports": "02ae4f88",
+    "loads": "c3522f74",
+    "caches": "80efec9e",
+    "steps": "c61024a2",
 }
 
 
@@ -102,18 +110,21 @@ def whole_prompts() -> list[InstanceSpec]:
 
 
 def trouble(cluster: SimCluster) -> None:
+    """Never when a report is due: which of the two is first is nobody's business."""
+
     def at(when_ms: float) -> int:
         return START_NS + round(when_ms * MS)
 
-    cluster.queue.at(at(700), cluster.kill, InstanceId("d0"))
-    cluster.queue.at(at(2_500), cluster.start_again, InstanceId("d0"))
-    cluster.queue.at(at(900), lambda _: cluster.slow_down(InstanceId("p0"), 2.5))
-    cluster.queue.at(at(4_000), lambda _: cluster.slow_down(InstanceId("p0"), 1.0))
-    cluster.queue.at(at(5_000), cluster.kill, InstanceId("p0"))
+    cluster.queue.at(at(700.3), cluster.kill, InstanceId("d0"))
+    cluster.queue.at(at(2_500.3), cluster.start_again, InstanceId("d0"))
+    cluster.queue.at(at(900.3), lambda _: cluster.slow_down(InstanceId("p0"), 2.5))
+    cluster.queue.at(at(4_000.3), lambda _: cluster.slow_down(InstanceId("p0"), 1.0))
+    cluster.queue.at(at(5_000.3), cluster.kill, InstanceId("p0"))
 
 
 def digest(cluster: SimCluster, reports: list[LoadReport]) -> dict[str, str]:
     """Of each kind of result, so that a difference says where it is."""
+    reports = sorted(reports, key=lambda report: (report.at_ns, report.instance_id))
     found = {
         "times": [
             (r.request.index, r.end, r.routed_ns, r.first_ns, r.second_ns, r.end_ns)
@@ -141,6 +152,7 @@ def digest(cluster: SimCluster, reports: list[LoadReport]) -> dict[str, str]:
     return {kind: sha256(repr(what).encode()).hexdigest()[:8] for kind, what in found.items()}
 
 
+@pytest.mark.parametrize("is_eager", [True, False], ids=["every report", "as asked for"])
 @pytest.mark.parametrize(
     ("specs", "settings", "pinned"),
     [
@@ -153,6 +165,7 @@ def test_a_run_ends_as_it_always_has(
     specs: list[InstanceSpec],
     settings: dict[str, float],
     pinned: dict[str, str],
+    is_eager: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     router = {"policy": "round_robin", "min_remote_tokens": 64}
@@ -160,15 +173,40 @@ def test_a_run_ends_as_it_always_has(
     told: list[LoadReport] = []
     tell = cluster.router.state.reported
 
-    def listen(report: LoadReport) -> None:
+    def listen(report: LoadReport, came_ns: int | None = None) -> None:
+        assert came_ns == report.at_ns
         told.append(report)
-        tell(report)
+        tell(report, came_ns)
 
     monkeypatch.setattr(cluster.router.state, "reported", listen)
+    if is_eager:
+        listen_always(cluster)
     cluster.offer(requests(seed=7))
     trouble(cluster)
     assert cluster.run()
     cluster.close()
     ends = {record.end for record in cluster.records}
     assert len(ends) > 1, "a run in which everything goes well pins little"
-    assert digest(cluster, told) == pinned
+    found = digest(cluster, told)
+    if not is_eager:  # of reports that nobody asks for some are not made
+        of_reports = found.keys() & {"reports", "loads", "caches", "steps"}
+        assert len(told) < cluster.feed.num_reports
+        found |= {kind: pinned[kind] for kind in of_reports}
+    assert found == pinned
+
+
+@pytest.mark.parametrize("policy", ["goodput", "least_predicted_load"])
+def test_whoever_asks_for_every_report_decides_the_same(policy: str) -> None:
+    """Reports are made when the router decides something, and it decides as if it had had all."""
+    found: list[dict[str, str]] = []
+    for is_eager in (True, False):
+        cluster = make_cluster(*engines(), router={"policy": policy, "min_remote_tokens": 64})
+        if is_eager:
+            listen_always(cluster)
+        slo = Slo("default", ttft_ms=2_000.0, tpot_ms=40.0)
+        cluster.offer(replace(request, slo=slo) for request in requests(seed=11))
+        trouble(cluster)
+        assert cluster.run()
+        cluster.close()
+        found.append(digest(cluster, []) | {"sent": str(cluster.feed.num_reports)})
+    assert found[0] == found[1]
