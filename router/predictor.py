@@ -18,8 +18,9 @@ from dataclasses import dataclass, replace
 
 from isthmus.common.clock import NS_PER_MS
 from isthmus.router.cluster_view import InstanceView
-from isthmus.router.ledger import NO_LIMIT, Burden, PendingLoad
+from isthmus.router.legs import PendingLoad
 from isthmus.router.links import SETUP_MS, Links
+from isthmus.router.reservation import NO_LIMIT, Burden
 from isthmus.router.types import RouteQuery
 
 EXPECTED_OUTPUT_TOKENS = 128  # ô: only right in the mean; a request's own limit caps it

@@ -10,11 +10,13 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from isthmus.common.clock import NS_PER_MS
 from isthmus.common.ids import DecisionId, InstanceId
-from isthmus.router.ledger import (
+from isthmus.router.ledger import Ledger
+from isthmus.router.legs import NEVER_NS, SETTLE_MS, Legs, PendingLoad
+from isthmus.router.reservation import (
+    NO_LIMIT,
     RESERVATION_TRANSITIONS,
     Burden,
-    Ledger,
-    PendingLoad,
+    Reservation,
     ReservationState,
 )
 
@@ -24,6 +26,52 @@ DECODES = [InstanceId("d0"), InstanceId("d1")]
 INSTANCES = PREFILLS + DECODES
 
 
+def added_up(legs: Legs, seen_ns: int, seen_seqs: int) -> PendingLoad:
+    """What is pending, by looking at each leg; ``num_strange`` left out."""
+    name = legs.instance_id
+    kinds = (legs.incoming, legs.recent, legs.settled)
+    everything = sorted(
+        (leg for kind in kinds for leg in kind.values()), key=lambda leg: leg.number
+    )
+    incoming: list[Reservation] = []
+    hidden: list[Reservation] = []
+    maybe: list[tuple[int, int, Reservation]] = []
+    num_settled = num_blocks = 0
+    for leg in everything:
+        is_here, is_prompt = leg.prefill_at == name, leg.state is ReservationState.PREFILLING
+        since_ns = leg.made_ns if is_here else leg.first_token_ns
+        if leg.decode_at == name and leg.made_ns > seen_ns:
+            num_blocks += leg.burden.blocks
+        if is_prompt and not is_here:
+            incoming.append(leg)
+        elif since_ns > seen_ns:
+            hidden.append(leg)
+        elif since_ns > seen_ns - SETTLE_MS * NS_PER_MS:
+            maybe.append((since_ns, leg.number, leg))
+        else:
+            num_settled += 1
+    maybe.sort()
+    hidden += [leg for _, _, leg in maybe[max(0, seen_seqs - num_settled) :]]
+    prefills = [leg.burden for leg in hidden if leg.state is ReservationState.PREFILLING]
+    decodes = [leg.burden for leg in (*hidden, *incoming) if leg.decode_at == name]
+    limits = [leg.burden.tpot_limit_ms for leg in everything if leg.decode_at == name]
+    head = legs.head
+    return PendingLoad(
+        prefill_seqs=len(prefills),
+        prefill_tokens=sum(burden.prefill_tokens for burden in prefills),
+        prefill_ms=sum(burden.prefill_ms for burden in prefills),
+        decode_seqs=len(decodes),
+        decode_context_tokens=sum(burden.context_tokens for burden in decodes),
+        decode_blocks=num_blocks,
+        tightest_tpot_ms=min(limits, default=NO_LIMIT),
+        prompts_ms=sum(leg.burden.prefill_ms for leg in legs.prompts.values()),
+        head_ms=head.burden.prefill_ms if head is not None else 0.0,
+        head_since_ns=legs.pending.head_since_ns,
+        num_coming=len(incoming),
+        comes_ns=min((leg.comes_ns for leg in incoming), default=NEVER_NS),
+    )
+
+
 class LedgerMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
@@ -31,13 +79,15 @@ class LedgerMachine(RuleBasedStateMachine):
         self.now_ns = 0
         self.open: dict[DecisionId, tuple[InstanceId, InstanceId, bool]] = {}
         self.count = 0
+        self.reports: dict[InstanceId, tuple[int, int]] = {}  # when, and of how many sequences
 
     @rule(prefill=st.sampled_from(INSTANCES), decode=st.sampled_from(DECODES))
     def reserve(self, prefill: InstanceId, decode: InstanceId) -> None:
         self.count += 1
         decision = DecisionId(str(self.count))
         prefill_at = prefill if prefill in PREFILLS else decode
-        burden = Burden(10 * self.count, float(self.count), 100, 3)
+        limit_ms = NO_LIMIT if self.count % 3 else 20.0 + self.count % 5
+        burden = Burden(10 * self.count, self.count / 7, 90 + self.count, 3, limit_ms, 2.5)
         self.ledger.reserve(decision, prefill_at, decode, burden, self.now_ns)
         self.open[decision] = (prefill_at, decode, False)
 
@@ -66,6 +116,7 @@ class LedgerMachine(RuleBasedStateMachine):
         before = self.ledger.pending(instance)
         num_prompts = min(num_prompts, num_seqs) if num_prompts is not None else None
         self.ledger.seen(instance, num_seqs, self.now_ns, num_prompts)
+        self.reports[instance] = self.now_ns, num_seqs
         after = self.ledger.pending(instance)
         visible = [
             leg
@@ -87,6 +138,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(instance=st.sampled_from(INSTANCES))
     def lose(self, instance: InstanceId) -> None:
         self.ledger.forget(instance)
+        self.reports.pop(instance, None)
         assert self.ledger.pending(instance) == PendingLoad()
 
     @rule(ms=st.integers(1, 3_000))
@@ -98,9 +150,9 @@ class LedgerMachine(RuleBasedStateMachine):
     def _legs(self, instance: InstanceId):
         return [
             leg
-            for legs in [self.ledger._by_instance.get(instance)]
+            for legs in [self.ledger._legs.get(instance)]
             if legs
-            for kind in (legs.recent, legs.settled)
+            for kind in (legs.incoming, legs.recent, legs.settled)
             for leg in kind.values()
         ]
 
@@ -123,6 +175,10 @@ class LedgerMachine(RuleBasedStateMachine):
                 >= 0
             )
             assert pending.head_ms <= pending.prompts_ms
+            legs = self.ledger._legs.get(instance)
+            if legs is not None:
+                seen_ns, seen_seqs = self.reports.get(instance, (-1, 0))
+                assert replace(pending, num_strange=0) == added_up(legs, seen_ns, seen_seqs)
         self.ledger.check_integrity()
 
     def teardown(self) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from isthmus.common.clock import NS_PER_MS
 from isthmus.common.ids import DecisionId, InstanceId
-from isthmus.router.ledger import SETTLE_MS, Burden, Ledger
+from isthmus.router.ledger import Ledger
+from isthmus.router.legs import SETTLE_MS
+from isthmus.router.reservation import Burden
 
 PREFILL, DECODE = InstanceId("p0"), InstanceId("d0")
 PROMPT_MS = 100.0

@@ -1,0 +1,287 @@
+"""What one instance carries of this router's reservations, and how much of it its reports lack.
+
+A remote decode leg becomes *visible* to its instance's reports at the first token, every other leg
+when it is made. So that nothing is counted twice, the pending load of an instance is what its last
+report cannot contain: incoming legs, legs that became visible after the report came, and, of those
+that became visible shortly before it (``SETTLE_MS``: they may have been on their way), the newest
+ones that exceed the number of sequences the report speaks of. Older ones are surely in it: they are
+only counted. Legs are kept in the order in which they became visible, and what is added up over
+them all is whole numbers, so that sums cannot drift; times are added up anew when they are asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+
+from isthmus.common.clock import NS_PER_MS
+from isthmus.common.ids import DecisionId, InstanceId
+from isthmus.router.reservation import NO_LIMIT, Reservation, ReservationState
+
+SETTLE_MS = 1_000
+NEVER_NS = 1 << 62
+_NEVER_SEEN_NS = -1
+# Looked up per leg and sum; an enum's member costs more to find than to compare.
+_PREFILLING = ReservationState.PREFILLING
+LegsById = dict[DecisionId, Reservation]
+
+
+@dataclass(slots=True)
+class PendingLoad:
+    """On top of an instance's last report. Of all that this router knows to be there:
+    ``tightest_tpot_ms`` of the decode legs, ``prompts_ms`` of prompts without a first token,
+    ``head_ms`` of the oldest of them, which is computed since ``head_since_ns`` at the earliest;
+    ``num_strange``: sequences in the last report that are not this router's; ``num_coming``: decode
+    legs whose prompts are computed elsewhere, of which the first should come at ``comes_ns``.
+    """
+
+    prefill_seqs: int = 0
+    prefill_tokens: int = 0
+    prefill_ms: float = 0.0
+    decode_seqs: int = 0
+    decode_context_tokens: int = 0
+    decode_blocks: int = 0
+    tightest_tpot_ms: float = NO_LIMIT
+    prompts_ms: float = 0.0
+    head_ms: float = 0.0
+    head_since_ns: int = 0
+    num_strange: int = 0
+    num_coming: int = 0
+    comes_ns: int = NEVER_NS
+
+
+@dataclass(slots=True)
+class Legs:
+    """Of one instance, with what its last report said. ``incoming``: prompts are computed
+    elsewhere; ``recent``: visible, in that order; ``settled``: surely in its reports."""
+
+    instance_id: InstanceId
+    incoming: LegsById = field(default_factory=dict)
+    recent: LegsById = field(default_factory=dict)
+    settled: LegsById = field(default_factory=dict)
+    prompts: LegsById = field(default_factory=dict)  # computed here, oldest first
+    # Prompts that reports leave out, oldest first; all are older than ``prompts``.
+    forgotten: LegsById = field(default_factory=dict)
+    _limits: dict[float, int] = field(default_factory=dict)  # TPOT limit → decode legs that have it
+    _incoming_context: int = 0
+    _recent_seqs: int = 0  # decode legs among ``recent`` …
+    _recent_context: int = 0  # … and what they attend to
+    _seen_ns: int = _NEVER_SEEN_NS  # when the last report came …
+    _seen_seqs: int = 0  # … of how many sequences it speaks …
+    _num_strange: int = 0  # … and how many of them are not this router's
+    _prompt_done_ns: int = 0  # when the last prompt was done, or given up
+    _pending: PendingLoad | None = None  # None = to be added up
+
+    def __len__(self) -> int:
+        return len(self.incoming) + len(self.recent) + len(self.settled)
+
+    def __contains__(self, decision_id: DecisionId) -> bool:
+        return any(decision_id in kind for kind in (self.recent, self.settled, self.incoming))
+
+    @property
+    def head(self) -> Reservation | None:
+        """The prompt that is computed, if any is."""
+        return next(iter(self.prompts.values()), None)
+
+    @property
+    def pending(self) -> PendingLoad:
+        if self._pending is None:
+            self._pending = self._sum()
+        return self._pending
+
+    def add(self, leg: Reservation) -> None:
+        if leg.prefill_at == self.instance_id:
+            self.prompts[leg.decision_id] = leg
+            self._show(leg)
+        else:
+            self.incoming[leg.decision_id] = leg
+            self._incoming_context += leg.burden.context_tokens
+        limit = leg.burden.tpot_limit_ms
+        if limit != NO_LIMIT and leg.decode_at == self.instance_id:
+            self._limits[limit] = self._limits.get(limit, 0) + 1
+        self._pending = None
+
+    def arrive(self, leg: Reservation) -> None:
+        """Its prompt, which was computed elsewhere, has its first token. No earlier report can
+        contain it, so it is pending all the same, but it has come."""
+        if self.incoming.pop(leg.decision_id, None) is not None:
+            self._incoming_context -= leg.burden.context_tokens
+            self._show(leg)
+            self._pending = None
+
+    def computed(self, leg: Reservation, now_ns: int) -> None:
+        """A prompt that was computed here has its first token."""
+        if leg.decision_id in self:  # else it is of an earlier epoch
+            self._prompt_done_ns = now_ns
+            if leg.is_local:
+                self._drop_prompt(leg)
+            else:
+                self._drop(leg)
+
+    def end(self, leg: Reservation, now_ns: int) -> bool:
+        """False when it was not there (any more)."""
+        if self.head is leg:
+            # The next prompt begins now at the earliest: it has not been delayed till here.
+            self._prompt_done_ns = now_ns
+        return self._drop(leg)
+
+    def report(self, num_seqs: int, now_ns: int, num_prompts: int | None) -> None:
+        """As ``Ledger.seen``."""
+        num_known = len(self)
+        if num_known:
+            num_prompts = num_seqs if num_prompts is None else num_prompts
+            if self._forget_prompts(num_prompts, now_ns):
+                self._prompt_done_ns = now_ns
+        self._seen_ns, self._seen_seqs = now_ns, num_seqs
+        self._num_strange = max(0, num_seqs - num_known)
+        self._pending = None
+
+    def check_integrity(self) -> None:
+        """AssertionError when what is kept disagrees."""
+        kinds = (self.incoming, self.recent, self.settled)
+        everything = [leg for kind in kinds for leg in kind.values()]
+        assert len({leg.decision_id for leg in everything}) == len(everything)
+        assert all(leg.state is _PREFILLING for leg in self.incoming.values())
+        assert all(leg.prefill_at != self.instance_id for leg in self.incoming.values())
+        shown = [self._since_ns(leg) for leg in self.recent.values()]
+        assert shown == sorted(shown)
+        assert self.forgotten.keys().isdisjoint(self.prompts)
+        ages = [leg.made_ns for kind in (self.forgotten, self.prompts) for leg in kind.values()]
+        assert ages == sorted(ages)
+        assert self.prompts.keys() | self.forgotten.keys() == {
+            leg.decision_id
+            for leg in everything
+            if leg.prefill_at == self.instance_id and leg.state is _PREFILLING
+        }
+        limits = [leg.burden.tpot_limit_ms for leg in everything if self._decodes(leg)]
+        limits = [limit for limit in limits if limit != NO_LIMIT]
+        assert self._limits == {limit: limits.count(limit) for limit in limits}
+        context = sum(leg.burden.context_tokens for leg in self.incoming.values())
+        assert self._incoming_context == context
+        recent = [leg.burden for leg in self.recent.values() if self._decodes(leg)]
+        assert self._recent_seqs == len(recent)
+        assert self._recent_context == sum(burden.context_tokens for burden in recent)
+
+    def _decodes(self, leg: Reservation) -> bool:
+        return leg.decode_at == self.instance_id
+
+    def _since_ns(self, leg: Reservation) -> int:
+        """When it became visible."""
+        return leg.made_ns if leg.prefill_at == self.instance_id else leg.first_token_ns
+
+    def _show(self, leg: Reservation) -> None:
+        self.recent[leg.decision_id] = leg
+        self._count_recent(leg, 1)
+
+    def _count_recent(self, leg: Reservation, sign: int) -> None:
+        if leg.decode_at == self.instance_id:
+            self._recent_seqs += sign
+            self._recent_context += sign * leg.burden.context_tokens
+
+    def _drop_prompt(self, leg: Reservation) -> None:
+        self.prompts.pop(leg.decision_id, None)
+        self.forgotten.pop(leg.decision_id, None)
+        self._pending = None
+
+    def _drop(self, leg: Reservation) -> bool:
+        decision_id = leg.decision_id
+        if self.recent.pop(decision_id, None) is not None:
+            self._count_recent(leg, -1)
+        elif self.incoming.pop(decision_id, None) is not None:
+            self._incoming_context -= leg.burden.context_tokens
+        elif self.settled.pop(decision_id, None) is None:
+            return False
+        self._drop_prompt(leg)
+        limit = leg.burden.tpot_limit_ms
+        if limit != NO_LIMIT and leg.decode_at == self.instance_id:
+            self._limits[limit] -= 1
+            if not self._limits[limit]:
+                del self._limits[limit]
+        return True
+
+    def _forget_prompts(self, num_prompts: int, now_ns: int) -> bool:
+        """A report speaks of ``num_prompts`` prompts. Of those that it must contain, as many of the
+        oldest as it leaves out are not there: what became of them was never told, or they wait at
+        another instance. They are no work any more, else everybody would wait for them until they
+        expire. They are again when a report speaks of more than all the others, of which the newest
+        may be in it or not. What else is missing (a decode leg of unknown end, or whose KV is on
+        its way) says nothing of prompts. Returns whether anything changed."""
+        if len(self.prompts) <= num_prompts and not self.forgotten:
+            return False
+        surely_ns = now_ns - SETTLE_MS * NS_PER_MS
+        sure = [*takewhile(lambda leg: leg.made_ns <= surely_ns, self.prompts.values())]
+        gone = sure[: max(0, len(sure) - num_prompts)]
+        for leg in gone:
+            self.forgotten[leg.decision_id] = self.prompts.pop(leg.decision_id)
+        num_back = num_prompts - len(self.prompts)
+        back: dict[DecisionId, Reservation] = {}
+        while self.forgotten and len(back) < num_back:
+            decision_id, leg = self.forgotten.popitem()
+            back = {decision_id: leg, **back}
+        if back:
+            self.prompts = {**back, **self.prompts}
+        return bool(gone or back)
+
+    def _settle(self) -> None:
+        settled_ns = self._seen_ns - SETTLE_MS * NS_PER_MS
+        recent = self.recent.values()
+        for leg in [*takewhile(lambda leg: self._since_ns(leg) <= settled_ns, recent)]:
+            self.settled[leg.decision_id] = self.recent.pop(leg.decision_id)
+            self._count_recent(leg, -1)
+
+    def _sum(self) -> PendingLoad:
+        self._settle()
+        num_new, num_blocks = self._since_the_report()
+        # Of those that may be in it, as many as are too many for it.
+        num_maybe = len(self.recent) - num_new
+        excess = len(self.settled) + num_maybe - self._seen_seqs
+        num_hidden = num_new + min(num_maybe, max(0, excess))
+        num_seqs, context = self._recent_seqs, self._recent_context
+        hidden: Sequence[Reservation] = ()
+        if num_hidden < len(self.recent) or self.prompts or self.forgotten:
+            hidden = self._newest(num_new, num_hidden)
+            decodes = [leg.burden.context_tokens for leg in hidden if self._decodes(leg)]
+            num_seqs, context = len(decodes), sum(decodes)
+        prefills = [leg.burden for leg in hidden if leg.state is _PREFILLING]
+        head, incoming = self.head, self.incoming.values()
+        return PendingLoad(
+            prefill_seqs=len(prefills),
+            prefill_tokens=sum([burden.prefill_tokens for burden in prefills]),
+            prefill_ms=sum([burden.prefill_ms for burden in prefills]),
+            decode_seqs=num_seqs + len(incoming),
+            decode_context_tokens=context + self._incoming_context,
+            decode_blocks=num_blocks,
+            tightest_tpot_ms=min(self._limits, default=NO_LIMIT),
+            prompts_ms=sum([leg.burden.prefill_ms for leg in self.prompts.values()]),
+            head_ms=head.burden.prefill_ms if head is not None else 0.0,
+            head_since_ns=max(self._prompt_done_ns, head.made_ns) if head is not None else 0,
+            num_strange=self._num_strange,
+            num_coming=len(incoming),
+            comes_ns=min([leg.comes_ns for leg in incoming], default=NEVER_NS),
+        )
+
+    def _since_the_report(self) -> tuple[int, int]:
+        """Legs that became visible since, and blocks of those made since. Blocks are taken before
+        the prompt is computed, so reports contain them early."""
+        seen_ns, num_new, num_blocks = self._seen_ns, 0, 0
+        for leg in reversed(self.recent.values()):
+            if self._since_ns(leg) <= seen_ns:
+                break
+            num_new += 1
+            if leg.made_ns > seen_ns and self._decodes(leg):
+                num_blocks += leg.burden.blocks
+        for leg in reversed(self.incoming.values()):
+            if leg.made_ns <= seen_ns:
+                break
+            num_blocks += leg.burden.blocks
+        return num_new, num_blocks
+
+    def _newest(self, num_new: int, num_hidden: int) -> Sequence[Reservation]:
+        """``num_hidden`` of the recent ones, of which ``num_new`` are in no report yet; of equally
+        new ones, those made last."""
+        recent = [*self.recent.values()]
+        num_maybe = len(recent) - num_new
+        maybe = recent[:num_maybe] if num_hidden > num_new else []
+        maybe.sort(key=lambda leg: (self._since_ns(leg), leg.number))
+        return recent[num_maybe:] + maybe[len(recent) - num_hidden :]
