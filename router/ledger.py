@@ -130,7 +130,7 @@ class Ledger:
     def may_forget(self, instance_id: InstanceId, num_prompts: int) -> bool:
         """Whether a report that speaks of so many prompts, and another one later, may say more
         than the later one alone (``seen``)."""
-        legs = self._by_instance.get(instance_id)
+        legs = self._legs.get(instance_id)
         return legs is not None and (len(legs.prompts) > num_prompts or bool(legs.forgotten))
 
     def forget(self, instance_id: InstanceId) -> None:
