@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from typing import Protocol, TypeVar
 
 import grpc.aio
@@ -255,6 +254,10 @@ class _Stream:
                 self._dispatch(response)
         except TimeoutError:
             return "could not be reached in time"
+        except asyncio.CancelledError:
+            if self._task.cancelling():
+                raise
+            return "could not be written to"  # its writer has broken, and said why
         except grpc.aio.AioRpcError as error:
             told = error_from_rpc(error, peer=self.ref.instance_id, stage="decode")
             is_typed = not isinstance(told, InstanceLostError)
@@ -268,9 +271,14 @@ class _Stream:
         self, call: grpc.aio.StreamStreamCall[pb.GenerateRequest, pb.GenerateResponse]
     ) -> None:
         outgoing = self._outgoing
-        with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # the reader says why
+        try:
             while True:
                 await call.write(await outgoing.get())
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            pass  # the reader says why
+        except Exception:  # noqa: BLE001 (all of its requests would wait for their deadlines)
+            _log.exception("a decode stream cannot be written to", instance=self.ref.instance_id)
+            call.cancel()
 
     def _dispatch(self, response: pb.GenerateResponse) -> None:
         sinks = self._sinks

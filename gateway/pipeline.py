@@ -115,7 +115,7 @@ class Pipeline:
 
         size = sum(len(message.content or "") for message in body.messages)
         prompts = await self._run(work, size)
-        sampling = self._sampling(body, body.num_logprobs)
+        sampling = self._sampling(body, body.num_logprobs, prompts[0].max_tokens)
         return self._plan(body, prompts, sampling, arrival, salt)
 
     async def plan_completion(self, body: CompletionBody, arrival: Arrival) -> GenerationPlan:
@@ -135,7 +135,7 @@ class Pipeline:
             )
 
         prompts = await self._run(work, sum(len(prompt) for prompt in body.prompt))
-        sampling = self._sampling(body, body.logprobs)
+        sampling = self._sampling(body, body.logprobs, prompts[0].max_tokens)
         if body.echo and body.logprobs is not None:
             sampling = replace(sampling, prompt_logprobs=body.logprobs)
         plan = self._plan(body, prompts, sampling, arrival, salt)
@@ -248,7 +248,9 @@ class Pipeline:
             is_streamed=bool(body.stream),
         )
 
-    def _sampling(self, body: GenerationBody, logprobs: int | None) -> SamplingParams:
+    def _sampling(
+        self, body: GenerationBody, logprobs: int | None, max_tokens: int
+    ) -> SamplingParams:
         stops = [stop for stop in body.stop or () if isinstance(stop, int)]
         stops += body.stop_token_ids or ()
         self.tokenizer.check_ids(stops, "stop_token_ids")
@@ -259,6 +261,7 @@ class Pipeline:
             top_p=1.0 if body.top_p is None else body.top_p,
             top_k=max(0, body.top_k or 0),
             min_p=body.min_p or 0.0,
+            max_tokens=max_tokens,
             min_tokens=body.min_tokens or 0,
             stop_token_ids=tuple(dict.fromkeys(stops)),
             presence_penalty=body.presence_penalty or 0.0,

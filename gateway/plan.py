@@ -30,7 +30,7 @@ class GenerationPlan:
     prompts: tuple[PreparedPrompt, ...]
     num_choices: int
     sampling: SamplingParams
-    """Of choice 0, but for ``max_tokens``, which each prompt has for itself."""
+    """Of the first choice of all; each prompt has a ``max_tokens`` of its own."""
     stop_strings: tuple[str, ...]
     arrival_ns: int
     deadline_ns: int
@@ -46,6 +46,8 @@ class GenerationPlan:
 
     def sampling_of(self, prompt: PreparedPrompt, k: int) -> SamplingParams:
         """Choice ``k`` of a prompt draws from its own stream: seed + k."""
+        if k == 0 and prompt.max_tokens == self.sampling.max_tokens:
+            return self.sampling
         return replace(
             self.sampling,
             max_tokens=prompt.max_tokens,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from typing import TYPE_CHECKING, TypeVar
 
 import grpc
@@ -118,10 +117,16 @@ class RouterLink:
 
     async def _write(self, call: OutcomeCall) -> None:
         """What could not be written is the first thing to be written next time."""
-        with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # ``_send`` notices
+        try:
             await call.write(pb.ReportOutcomeRequest(gateway_id=self._gateway_id))
             while True:
                 if self._next is None:
                     self._next = await self._outcomes.get()
                 await call.write(self._next)
                 self._next = None
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            pass  # ``_send`` notices
+        except Exception:  # noqa: BLE001 (no outcome behind it would ever be told)
+            _log.exception("an outcome cannot be written")
+            self._next = None
+            call.cancel()

@@ -15,6 +15,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from isthmus.common.errors import CancelledError, DeadlineError, IsthmusError
+from isthmus.common.logging import get_logger
+from isthmus.common.tasks import tell_if_broken
 from isthmus.gateway.error_response import error_body
 from isthmus.gateway.event_frame import frame
 from isthmus.gateway.exchange import Exchange
@@ -22,6 +24,7 @@ from isthmus.gateway.formats import AnswerFormat
 from isthmus.gateway.unexpected import internal_error, log_unexpected
 from isthmus.gateway.waiting import until_left
 
+_log = get_logger("sse")
 DONE = b"data: [DONE]\n\n"
 STALL_S = 5.0
 RawHeaders = list[tuple[bytes, bytes]]
@@ -39,14 +42,15 @@ def stream_headers(headers: Mapping[str, str]) -> RawHeaders:
 
 
 class ClientWatch:
-    """Until closed, a connection that ends cancels the exchange. The body must have been read."""
+    """Until stopped, a connection that ends cancels the exchange. The body must have been read."""
 
     def __init__(self, receive: Receive, exchange: Exchange) -> None:
         self._task = asyncio.get_running_loop().create_task(_watch(receive, exchange))
+        self._task.add_done_callback(tell_if_broken(_log, "a client is not watched any more"))
 
-    async def close(self) -> None:
+    def stop(self) -> None:
+        """Its task ends by itself in the next turn of the loop; nothing is left to wait for."""
         self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
 
 
 async def _watch(receive: Receive, exchange: Exchange) -> None:
@@ -92,7 +96,7 @@ class EventStreamResponse(Response):
         finally:
             self._exchange.close()
             self._on_end()
-            await self._watch.close()
+            self._watch.stop()
 
     async def _stream(self, send: Send) -> None:
         """Every token passes the awaits that lead here: they are few on purpose."""

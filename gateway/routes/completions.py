@@ -141,7 +141,7 @@ async def _answer(
         if not is_handed_over:
             exchange.close()
             slot.release()
-            await watch.close()
+            watch.stop()
 
 
 class _Opening:

@@ -24,6 +24,7 @@ from isthmus.common.types import (
 )
 from isthmus.gateway import decode_client
 from isthmus.gateway.decode_client import DecodeClient, GenerationEnd
+from isthmus.protos.v1 import decode_pb2 as pb
 from tests.support.fake_decode import FakeDecode, Script
 from tests.support.poll import poll_until
 
@@ -112,6 +113,33 @@ async def test_a_fault_of_one_request_does_not_touch_the_others(
     assert isinstance(bad.error, InternalError)
     assert good.error is None
     assert good.token_ids == [5, 6, 7]
+    await client.close()
+    await fake.kill()
+
+
+@pytest.mark.asyncio
+async def test_a_stream_that_cannot_be_written_to_fails_its_requests_and_begins_anew(
+    fake: FakeDecode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def broken() -> pb.GenerateRequest:
+        raise ValueError("a bug")
+
+    fake.script = lambda _: Script((5, 6), gate=asyncio.Event(), gate_at=1)
+    client, ref, lost = DecodeClient(SystemClock()), fake.info.ref, RecordingSink()
+    client.submit(request("lost"), decision(ref), lost)
+    await poll_until(lambda: lost.token_ids)
+    stream = client._streams[ref.instance_id]
+    monkeypatch.setattr(stream._outgoing, "get", broken)
+    client.abort(ref.instance_id, RequestId("lost"), "the writer waits for a message")
+    client.submit(request("lost too"), decision(ref), lost)
+    await poll_until(lambda: lost.is_done)
+    assert isinstance(lost.error, InstanceLostError)
+    assert "could not be written to" in lost.error.message
+    await poll_until(lambda: client.is_live(ref.instance_id))
+    fake.script, again = (lambda _: Script((5, 6, 7))), RecordingSink()
+    client.submit(request("again"), decision(ref), again)
+    await poll_until(lambda: again.is_done)
+    assert again.token_ids == [5, 6, 7]
     await client.close()
     await fake.kill()
 
