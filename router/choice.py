@@ -136,7 +136,6 @@ class _Candidates:
             decode.tpot.item(column),
             0.0,
             decode.is_full.item(column),
-            int(columns.coming.item(column)),
         )
 
 

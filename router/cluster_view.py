@@ -25,6 +25,7 @@ MAX_LOST = 64
 _READY = InstanceState.READY  # looked up for every instance and decision
 FADES_AFTER_MS, FADE_MS = 5_000.0, 10_000.0
 PROMPT_MEMORY_MS = 4_000.0
+LEAST_HELD_UP = 0.01  # of its time
 """How long prompts that were computed beside decodes count for what those are held up."""
 
 
@@ -104,6 +105,11 @@ class InstanceView:
         age_ms = (now_ns - self.prompt_at_ns) / NS_PER_MS
         self.prompt_ms = self.prompt_ms * exp(-age_ms / PROMPT_MEMORY_MS) + prefill_ms
         self.prompt_at_ns = now_ns
+
+    def is_held_up(self, now_ns: int) -> bool:
+        """Whether prompts have taken time from its decodes lately."""
+        age_ms = (now_ns - self.prompt_at_ns) / NS_PER_MS
+        return self.prompt_ms * exp(-age_ms / PROMPT_MEMORY_MS) > LEAST_HELD_UP * PROMPT_MEMORY_MS
 
     def faded(self, factor: float, now_ns: int) -> float:
         """A correction without news fades: who is shunned for it could never show it wrong."""

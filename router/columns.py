@@ -101,7 +101,7 @@ class PromptColumns:
 class DecodeColumns:
     """What decode and mixed instances have, one entry each."""
 
-    NUM_COLUMNS = 21
+    NUM_COLUMNS = 19
 
     def __init__(self, views: list[InstanceView]) -> None:
         self.views = views
@@ -119,9 +119,7 @@ class DecodeColumns:
             self.large_base,
             self.large_seq,
             self.large_ctx,
-            self.seqs,  # running, waiting and on their way …
-            self.coming,  # … of which so many do not decode yet …
-            self.comes_at,  # … and the first of them should then
+            self.seqs,  # running, waiting and on their way
             self.context,  # tokens that they attend to
             self.step,  # of those
             self.first,  # step of one sequence, without its context
@@ -168,8 +166,6 @@ class DecodeColumns:
             large_seq,
             large_ctx,
             seqs,
-            load.num_coming,
-            load.comes_ns / NS_PER_MS,
             context,
             step,
             base + seq,

@@ -1,7 +1,7 @@
 """What serving a query would cost, in milliseconds of an instance, for each pair and each instance.
 
     λp · (prefill · speed + wait + line) + λd · KV share · ô · TPOT + transfer
-        + worth · (own chance to miss the TPOT target + residents that miss theirs for it)
+        + worth · own chance to miss the TPOT target
 
 ``line``: what the prefill pool needs for all who wait for it, since whoever takes it makes them
 wait; ``worth``: what one request more takes of that pool (``Press``). Answers with a TPOT target
@@ -21,7 +21,7 @@ from __future__ import annotations
 import numpy as np
 
 from isthmus.router.columns import Floats
-from isthmus.router.forecast import Forecast, Missed, PromptForecast, least
+from isthmus.router.forecast import Forecast, PromptForecast, least
 from isthmus.router.links import SETUP_MS
 from isthmus.router.prices import Prices
 
@@ -145,15 +145,13 @@ def _exposed_ms(found: Forecast, scratch: list[Floats]) -> Floats:
     return exposed
 
 
-def local_costs(found: Forecast, prices: Prices, rest: Floats, missed: Missed) -> Floats:
-    """[decodes], with ``decode_costs``. Of the instance's sequences, some miss their target for a
-    local prefill."""
+def local_costs(found: Forecast, prices: Prices, rest: Floats) -> Floats:
+    """[decodes], with ``decode_costs``."""
     ask, columns, local = found.ask, found.table.decodes, found.local
     if ask.ttft_ms is None:
         costs: Floats = rest + local.ttft + local.prefill * (1.0 + columns.seqs) * prices.decode
         return costs
     total = local.prefill + local.wait
-    total += missed.number * np.maximum(local.prefill, ask.press.worth_ms)
     total *= prices.decode
     total += rest
     return total

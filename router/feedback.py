@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from isthmus.common import metrics
 from isthmus.common.clock import NS_PER_MS
 from isthmus.common.ids import DecisionId, InstanceId
+from isthmus.common.pacing import PACE
 from isthmus.common.types import InstanceRef, RouteAction, RouteDecision
 from isthmus.router.cluster_view import InstanceView
 from isthmus.router.knowledge import Knowledge
@@ -84,7 +85,7 @@ class Feedback:
     ) -> None:
         prefill, decode = chosen.prefill, chosen.decode
         size = prefill.uncached_tokens, prefill.cached_tokens
-        if chosen.is_local and decode.num_seqs > decode.num_coming:
+        if chosen.is_local and decode.num_seqs:
             decode.view.take_prompt(prefill.prefill_ms, now_ns)
         residuals, quantile = self._knowledge.residuals, query.slo.quantile
         bucket = bucket_of(query.num_prompt_tokens)
@@ -178,22 +179,25 @@ class Feedback:
         if slo.tpot_ms is not None and made.counts_for_prices:
             is_late = outcome.tpot_ms > slo.tpot_ms
             self._knowledge.prices.count(Stage.DECODE, slo.quantile, is_late, now_ns)
+        decode = self._view(made.decode)
+        pace_ms, measured_ms = _own_pace_ms(made, decode, now_ns), outcome.tpot_ms
+        if made.tpot_ms < measured_ms <= pace_ms:
+            measured_ms = made.tpot_ms
         self._knowledge.residuals.observe(
             Kind.TPOT,
             bucket_of(query.num_prompt_tokens),
-            outcome.tpot_ms,
+            measured_ms,
             made.tpot_ms,
             slo.quantile,
-            made.tpot_quantile_ms,
+            max(made.tpot_quantile_ms, pace_ms),
             now_ns,
         )
-        decode = self._view(made.decode)
         if decode is not None:
             # As above: reports have told of the steps of an answer long before it ends.
             step_ms = _step_model_ms(decode, query, made.num_seqs)
             predicted_ms = made.tpot_ms * step_ms / max(made.step_model_ms, 1e-6)
             decode.measured_ns = now_ns
-            self._predictor.observe_tpot(decode, predicted_ms, made.decode_factor, outcome.tpot_ms)
+            self._predictor.observe_tpot(decode, predicted_ms, made.decode_factor, measured_ms)
 
     def _blame(self, made: OpenDecision | None, failed: InstanceId, now_ns: int) -> None:
         """Only the epoch that failed: whoever restarted meanwhile is not to blame."""
@@ -215,6 +219,15 @@ class Feedback:
 
     def _view(self, ref: InstanceRef) -> InstanceView | None:
         return self._state.cluster.at_epoch(ref.instance_id, ref.epoch)
+
+
+def _own_pace_ms(made: OpenDecision, decode: InstanceView | None, now_ns: int) -> float:
+    """How long its tokens may have taken because the instance chose to: it holds decodes up for
+    prompts, as far as their target allows. That says nothing of how wrong a prediction was."""
+    target_ms = made.query.slo.tpot_ms
+    if target_ms is None or decode is None or not decode.is_held_up(now_ns):
+        return 0.0
+    return PACE * target_ms
 
 
 def _step_model_ms(view: InstanceView, query: RouteQuery, num_seqs: int) -> float:

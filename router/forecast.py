@@ -6,9 +6,11 @@ For a query with uncached tokens u after c cached ones, over all instances at on
     TPOT = step(b', K')                    b', K' as they will be at the handoff
 
 each as a quantile (``quantiles``): TTFT as its class's, TPOT as ``Ask.tpot_quantile``. Prompts that
-an instance computes beside its decodes hold those up: with the share f of its time that they took
-lately, TPOT = step / (1 − f), or more where what is left of them at the handoff, over the answer's
-length, is more. Times are milliseconds.
+an instance computes beside its decodes hold those up, but not beyond the pace of their TPOT targets
+(``common.pacing``): with the share f of its time that they took lately, TPOT = step / (1 − f), or
+more where what is left of them at the handoff, over the answer's length, is more; the pace at most.
+And a prompt there takes as many decode steps longer as its chunks need to fit between them. Times
+are milliseconds.
 
 An operation costs as much as its call, for tens of instances: what is the same for all of them is
 a number, and what is zero everywhere is left out. Columns may be windows of a table's: never
@@ -22,9 +24,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from isthmus.common.ids import InstanceId
+from isthmus.common.pacing import LEAST_SHARE, PACE
 from isthmus.router.blocks import Holders
 from isthmus.router.columns import Bools, Floats, PromptColumns
-from isthmus.router.lengths import Shares
 from isthmus.router.links import SETUP_MS
 from isthmus.router.predictor import MAX_DOUBT_MS
 from isthmus.router.quantiles import FLOOR_MS, Residuals, ratio_of
@@ -58,7 +60,7 @@ class Ask:
 
     ``ttft_ms``: its TTFT target (None = none that can be met), of which ``left_ms`` are left;
     ``remote``, ``local``, ``tpot``: how wrong predictions of a remote prefill, a local one and of
-    decode steps are; ``shares``: how long answers are;
+    decode steps are;
     ``last``: where its session's last turn was served.
     """
 
@@ -71,7 +73,6 @@ class Ask:
     local: Residuals
     tpot: Residuals
     now_ns: int
-    shares: Shares
     press: Press
     spares_residents: bool = True
     last: LastServed | None = None
@@ -115,7 +116,7 @@ class PromptForecast:
 @dataclass(slots=True)
 class DecodeForecast:
     tpot: Floats  # held up by prompts
-    quantile: Floats
+    quantile: Floats  # of a step: how far prompts hold it up is the instance's choice
     is_full: Bools
     is_kept: Bools  # every TPOT promise
     ratio: float  # of the quantile
@@ -324,34 +325,32 @@ def _decodes(
     stay *= columns.seqs
     stay += 1
     step = columns.step_ms(stay, context)
-    local.prefill = local.prefill + chunks * (step - columns.base)
+    # Steps of those who are there, while chunks fill what these leave of their pace.
+    pace = PACE * columns.tightest
+    beside = (local.wait + local.prefill) / np.maximum(pace - columns.step, LEAST_SHARE * pace)
+    np.minimum(beside, output, out=beside)
+    beside *= columns.step
+    local.prefill = local.prefill + np.maximum(beside, chunks * (step - columns.base))
     local.ttft = local.wait + local.prefill
-    steady = step
-    left: Floats | None = None
+    tpot = step
     if columns.prompted:
-        steady = step / (1.0 - np.minimum(columns.prompt_share(now_ms), MAX_SHARE))
-    tpot = steady
+        tpot = step / (1.0 - np.minimum(columns.prompt_share(now_ms), MAX_SHARE))
     if local.wait.item(local.wait.argmax()) > handoff_ms:
-        # What is left of prompts there at the handoff comes before the second token.
         left = np.where(local.barred == 0.0, np.maximum(local.wait - handoff_ms, 0.0), 0.0)
-        tpot = np.maximum(steady, step + left / output)
+        tpot = np.maximum(tpot, step + left / output)
+    if tpot is not step and ask.tpot_ms is not None:
+        tpot = np.minimum(tpot, np.maximum(step, PACE * ask.tpot_ms))
     alone = columns.step_of_one_ms(query.num_prompt_tokens)
     ratio = ask.tpot.within(ask.tpot_quantile, most_ratio(ask.tpot_ms, least(alone)), ask.now_ns)
-    quantile = quantile_of(tpot, ratio)
+    quantile = quantile_of(step, ratio)
     own_missed: Floats | None = None
-    late: Floats | None = None
     limit: float | Floats = NEVER
     if ask.tpot_ms is not None:
         limit = ask.tpot_ms
-        own_missed = ask.tpot.share_above((ask.tpot_ms + FLOOR_MS) / (steady + FLOOR_MS))
-        if left is not None:
-            late = _missed(ask.tpot_ms - quantile_of(steady, ratio), left, ask)
-            own_missed += late
+        own_missed = ask.tpot.share_above((ask.tpot_ms + FLOOR_MS) / (step + FLOOR_MS))
     if ask.spares_residents:
         limit = np.minimum(columns.tightest, limit)
     is_kept: Bools = quantile <= limit
-    if late is not None:
-        is_kept &= late <= 1.0 - ask.quantile
     return DecodeForecast(
         tpot,
         quantile,
@@ -361,54 +360,6 @@ def _decodes(
         own_missed,
         least(alone / columns.factor),
     )
-
-
-@dataclass(slots=True)
-class Missed:
-    """Of the sequences of each decode instance, those that would miss their TPOT target for the
-    prompt if it were computed there: how many, and what share of those that fare worst."""
-
-    number: Floats
-    share: Floats
-
-
-def residents_missed(found: Forecast, now_ms: float) -> Missed:
-    """It delays those that decode by its whole length, and those that are on their way by what is
-    left of it when the first of them should come. How long their answers are is what is unsure, so
-    steps count as expected."""
-    columns, local, ask = found.table.decodes, found.local, found.ask
-    slack = columns.tightest - found.decode.tpot
-    here = columns.seqs - columns.coming
-    share = np.where(here > 0.0, _missed(slack, local.prefill, ask), 0.0)
-    number = here * share
-    if np.count_nonzero(columns.coming):
-        left = now_ms + local.ttft - columns.comes_at
-        np.minimum(np.maximum(left, 0.0, out=left), local.prefill, out=left)
-        late = _missed(slack, left, ask)
-        number += columns.coming * late
-        np.maximum(share, late, out=share)
-    return Missed(number, share)
-
-
-def _missed(slack_ms: Floats, delay_ms: Floats, ask: Ask) -> Floats:
-    """Of sequences that have ``slack_ms`` a token until their TPOT target, the share that a delay
-    of all of them makes miss it: those with too few tokens to make up for it."""
-    needed = delay_ms / np.maximum(slack_ms, 1e-3)
-    needed += 1.0
-    return ask.shares.below(needed)
-
-
-def keeps_local(found: Forecast, missed: Missed) -> Bools:
-    """Where the TPOT promises are kept also if the prompt is computed there: a few residents may
-    miss theirs for it, which the cost counts. However long it has waited: a prompt may take
-    minutes, and nobody joins meanwhile."""
-    ask, decode = found.ask, found.decode
-    if not ask.spares_residents and not found.remote.num_usable:
-        return decode.is_kept
-    is_kept: Bools = missed.share <= 1.0 - ask.quantile
-    if ask.tpot_ms is not None:
-        is_kept &= decode.quantile <= ask.tpot_ms
-    return is_kept
 
 
 def least(column: Floats) -> float:

@@ -33,11 +33,9 @@ from isthmus.router.forecast import (
     Forecast,
     PromptForecast,
     forecast,
-    keeps_local,
     least,
     most_ratio,
     quantile_of,
-    residents_missed,
     waits,
 )
 from isthmus.router.native import Weigher
@@ -123,7 +121,7 @@ class GoodputPolicy:
         least_pair = least(pairs)
         if np.count_nonzero(starts) < len(starts):
             pairs[~starts] = NEVER
-        alone = self._alone(found, prices, rest, may_decode, ratios[1], least_pair, now_ms)
+        alone = self._alone(found, prices, rest, may_decode, ratios[1], least_pair)
         chosen = self._choose(table, pairs, alone, explores)
         if chosen is None:
             weighed.obstacle = _obstacle(found, starts, may_decode)
@@ -186,7 +184,6 @@ class GoodputPolicy:
         may_decode: Bools,
         ratio: float,
         least_pair: float,
-        now_ms: float,
     ) -> Floats:
         """Costs of local prefills, infinite where a promise would be broken or none could begin.
         With time to wait for whoever is there for it, a local prefill must be worth more than the
@@ -194,12 +191,10 @@ class GoodputPolicy:
         ask, local, is_urgent = found.ask, found.local, found.ask.ttft_ms is not None
         if is_urgent and least_local_cost(found, prices, rest) > least_pair:
             return found.table.nowhere
-        missed = residents_missed(found, now_ms)
-        may_local = may_decode & keeps_local(found, missed)
-        may_local &= local.wait <= found.table.local.ahead
+        may_local = may_decode & (local.wait <= found.table.local.ahead)
         if is_urgent and not local.is_surely_within(ask.left_ms, ratio):
             may_local &= quantile_of(local.ttft, ratio) <= ask.left_ms
-        alone = np.where(may_local, local_costs(found, prices, rest, missed), NEVER)
+        alone = np.where(may_local, local_costs(found, prices, rest), NEVER)
         if is_urgent and found.table.num_prefills:
             alone[alone > least_pair] = NEVER
         return alone

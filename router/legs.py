@@ -20,7 +20,6 @@ from isthmus.common.ids import DecisionId, InstanceId
 from isthmus.router.reservation import NO_LIMIT, Reservation, ReservationState
 
 SETTLE_MS = 1_000
-NEVER_NS = 1 << 62
 _NEVER_SEEN_NS = -1
 # Looked up per leg and sum; an enum's member costs more to find than to compare.
 _PREFILLING = ReservationState.PREFILLING
@@ -32,8 +31,7 @@ class PendingLoad:
     """On top of an instance's last report. Of all that this router knows to be there:
     ``tightest_tpot_ms`` of the decode legs, ``prompts_ms`` of prompts without a first token,
     ``head_ms`` of the oldest of them, which is computed since ``head_since_ns`` at the earliest;
-    ``num_strange``: sequences in the last report that are not this router's; ``num_coming``: decode
-    legs whose prompts are computed elsewhere, of which the first should come at ``comes_ns``.
+    ``num_strange``: sequences in the last report that are not this router's.
     """
 
     prefill_seqs: int = 0
@@ -47,8 +45,6 @@ class PendingLoad:
     head_ms: float = 0.0
     head_since_ns: int = 0
     num_strange: int = 0
-    num_coming: int = 0
-    comes_ns: int = NEVER_NS
 
 
 @dataclass(slots=True)
@@ -244,12 +240,12 @@ class Legs:
             decodes = [leg.burden.context_tokens for leg in hidden if self._decodes(leg)]
             num_seqs, context = len(decodes), sum(decodes)
         prefills = [leg.burden for leg in hidden if leg.state is _PREFILLING]
-        head, incoming = self.head, self.incoming.values()
+        head = self.head
         return PendingLoad(
             prefill_seqs=len(prefills),
             prefill_tokens=sum([burden.prefill_tokens for burden in prefills]),
             prefill_ms=sum([burden.prefill_ms for burden in prefills]),
-            decode_seqs=num_seqs + len(incoming),
+            decode_seqs=num_seqs + len(self.incoming),
             decode_context_tokens=context + self._incoming_context,
             decode_blocks=num_blocks,
             tightest_tpot_ms=min(self._limits, default=NO_LIMIT),
@@ -257,8 +253,6 @@ class Legs:
             head_ms=head.burden.prefill_ms if head is not None else 0.0,
             head_since_ns=max(self._prompt_done_ns, head.made_ns) if head is not None else 0,
             num_strange=self._num_strange,
-            num_coming=len(incoming),
-            comes_ns=min([leg.comes_ns for leg in incoming], default=NEVER_NS),
         )
 
     def _since_the_report(self) -> tuple[int, int]:

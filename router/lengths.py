@@ -8,15 +8,9 @@ model, that on a constant. At most ``MAX_GROUPS`` groups; the one used longest a
 
 from __future__ import annotations
 
-from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from math import log2
-
-import numpy as np
-from numpy.typing import NDArray
 
 from isthmus.router.quantiles import bucket_of
 
@@ -28,11 +22,6 @@ NUM_BINS = 44  # up to 2^22 tokens
 
 Group = tuple[str, str, int]
 ANY_BUCKET = -1
-Floats = NDArray[np.float64]
-BOUNDS: Floats = 2.0 ** (np.arange(NUM_BINS + 1) / 2)
-"""Tokens at which bins begin, and where the last one ends."""
-_GUESSED: list[float] = (1.0 - np.exp(-(BOUNDS - 1.0) / FIRST_GUESS)).tolist()
-"""Shares of an exponential distribution with the first guess as its mean."""
 
 
 @dataclass(slots=True)
@@ -51,11 +40,6 @@ class _Histogram:
             self.sums = [value / 2 for value in self.sums]
             self.total /= 2
 
-    def cumulative(self) -> list[float]:
-        """Shares of lengths below each bin's lower end; one more than bins."""
-        total = self.total
-        return [below / total for below in accumulate(self.counts, initial=0.0)]
-
     def mean(self, limit: int) -> float:
         """Of min(length, limit). A bin that straddles the limit counts by its mean."""
         below = 0.0
@@ -65,30 +49,10 @@ class _Histogram:
         return below / self.total
 
 
-@dataclass(frozen=True, slots=True)
-class Shares:
-    """``values``: for each of ``BOUNDS``, the share of a model's answers that is shorter. They lie
-    at ``address``."""
-
-    values: Floats
-    address: int
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Shares:
-        memory = array("d", values)  # whose address is told at once, as numpy's own is not
-        return cls(np.frombuffer(memory), memory.buffer_info()[0])
-
-    def below(self, tokens: Floats) -> Floats:
-        """The share that has fewer output tokens than each of these; even within a bin."""
-        below: Floats = np.interp(tokens, BOUNDS, self.values)
-        return below
-
-
 class OutputLengths:
     def __init__(self) -> None:
         self._groups: OrderedDict[Group, _Histogram] = OrderedDict()
         self._cache: dict[tuple[Group, int], float] = {}
-        self._shares: dict[str, Shares] = {}  # by model
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -98,26 +62,6 @@ class OutputLengths:
         for group in _groups(model, class_name, num_prompt):
             self._of(group).add(num_output)
         self._cache.clear()
-        self._shares.pop(model, None)
-
-    def shares(self, model: str) -> Shares:
-        """Of the model's answers by their length."""
-        shares = self._shares.get(model)
-        if shares is None:
-            shares = self._shares[model] = Shares.of(self._cumulative(model))
-        return shares
-
-    def _cumulative(self, model: str) -> list[float]:
-        """That of the first guess, as far as little is known."""
-        histogram = self._groups.get((model, "", ANY_BUCKET))
-        if histogram is None or not histogram.total:
-            return _GUESSED
-        known = histogram.cumulative()
-        if histogram.total >= ENOUGH:
-            return known
-        share = histogram.total / ENOUGH
-        pairs = zip(known, _GUESSED, strict=True)
-        return [share * value + (1.0 - share) * guess for value, guess in pairs]
 
     def expected(self, model: str, class_name: str, num_prompt: int, limit: int) -> int:
         """Output tokens to reckon with, between 1 and ``limit``."""

@@ -221,7 +221,6 @@ class Placement:
             local=known.residuals.of(Kind.LOCAL_TTFT, bucket),
             tpot=known.residuals.of(Kind.TPOT, bucket),
             now_ns=now_ns,
-            shares=known.lengths.shares(query.model),
             press=press,
             spares_residents=not is_aged,
             last=self._sessions.last(query),

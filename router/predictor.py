@@ -55,7 +55,6 @@ class DecodeOption:
     tpot_ms: float
     wait_ms: float  # until there is a place and blocks for it
     is_full: bool
-    num_coming: int  # of ``num_seqs``, those whose prompts are computed elsewhere yet
 
 
 class Predictor:
@@ -141,7 +140,6 @@ class Predictor:
             step_ms,
             wait_ms,
             is_full,
-            pending.num_coming,
         )
 
     def local_option(
@@ -255,7 +253,6 @@ def burden(
         context_tokens=query.num_prompt_tokens + output_tokens // 2,
         blocks=query.num_prompt_tokens // decode.view.block_size + 1,
         tpot_limit_ms=NO_LIMIT if limit_ms is None else limit_ms,
-        handoff_ms=prefill.ttft_ms,
     )
 
 

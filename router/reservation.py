@@ -14,7 +14,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from isthmus.common.clock import NS_PER_MS
 from isthmus.common.ids import DecisionId, InstanceId
 from isthmus.common.state_machine import Transitions
 
@@ -47,7 +46,6 @@ class Burden:
     context_tokens: int  # that each of its decode steps attends to, on average
     blocks: int
     tpot_limit_ms: float = NO_LIMIT  # its own target, which newcomers must leave it
-    handoff_ms: float = 0.0  # until it decodes, as predicted when it was sent
 
 
 @dataclass(slots=True)
@@ -65,8 +63,3 @@ class Reservation:
     @property
     def is_local(self) -> bool:
         return self.prefill_at == self.decode_at
-
-    @property
-    def comes_ns(self) -> int:
-        """When it should begin to decode, if its prompt is computed elsewhere."""
-        return self.made_ns + int(self.burden.handoff_ms * NS_PER_MS)

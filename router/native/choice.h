@@ -60,7 +60,7 @@ inline Candidate candidate(const Forecast& found, Place place, double cost) {
                           : found.table.prompt(kFactor)[row];
   return {double(row), double(i), cost, cached[at], uncached[at], side.wait[at], prefill[at],
           ttft[at], factor, found.local.cached[i], found.table.decode(kSeqs)[i], found.tpot[i],
-          found.is_full[i], found.table.decode(kComing)[i]};
+          found.is_full[i]};
 }
 
 // The chosen one, then the best other prefill instance for the same decode instance, the best other

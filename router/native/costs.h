@@ -181,14 +181,8 @@ inline void local_costs(const Forecast& found, const Costs& costs, double ratio)
   const Prompts& local = found.local;
   const double* seqs = table.decode(kSeqs);
   const double* ahead = table.local(kAhead);
-  bool is_alone = !query.spares_residents && !found.remote.num_usable;
   for (int64_t i = 0; i < local.count; i++) {
-    Missed residents = residents_missed(found, i);
-    bool is_kept = found.is_kept[i] != 0.0;
-    if (!is_alone)
-      is_kept = residents.share <= 1.0 - query.quantile &&
-                (!query.has_tpot() || found.quantile[i] <= query.tpot_ms);
-    bool may = found.may_decode[i] != 0.0 && is_kept && local.wait[i] <= ahead[i];
+    bool may = found.may_decode[i] != 0.0 && local.wait[i] <= ahead[i];
     if (query.is_urgent()) may = may && quantile_of(local.ttft[i], ratio) <= query.left_ms;
     double total;
     if (!query.is_urgent()) {
@@ -196,7 +190,6 @@ inline void local_costs(const Forecast& found, const Costs& costs, double ratio)
               local.prefill[i] * (1.0 + seqs[i]) * query.price_decode;
     } else {
       total = local.prefill[i] + local.wait[i];
-      total += residents.number * std::max(local.prefill[i], query.worth_ms);
       total *= query.price_decode;
       total += costs.rest[i];
     }

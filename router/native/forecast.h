@@ -53,22 +53,6 @@ inline double share_above(const Residuals& found, double ratio) {
   return share * seen + (1.0 - share) * guess;
 }
 
-// As numpy interpolates.
-inline double share_below(const Query& query, double tokens) {
-  const double *x = query.bounds, *y = query.shares_below;
-  int64_t last = query.num_bounds - 1;
-  if (tokens <= x[0]) return y[0];
-  if (tokens >= x[last]) return y[last];
-  int64_t place = std::upper_bound(x, x + last, tokens) - x - 1;
-  double slope = (y[place + 1] - y[place]) / (x[place + 1] - x[place]);
-  return slope * (tokens - x[place]) + y[place];
-}
-
-// Of sequences with so much slack a token, the share that a delay makes miss their TPOT target.
-inline double missed(const Query& query, double slack, double delay) {
-  return share_below(query, delay / std::max(slack, 1e-3) + 1.0);
-}
-
 // --- columns -------------------------------------------------------------------------------------
 
 // One side's columns.
@@ -108,7 +92,7 @@ struct Forecast {
   const Query& query;
   Prompts all, remote, local;
   double *pairs, *chunks, *alone;  // [P + D]
-  double *humility, *step, *steady, *left, *tpot, *quantile, *own_missed;  // [D]
+  double *humility, *step, *tpot, *quantile, *own_missed;  // [D]
   double *is_full, *is_kept, *is_forced, *may_decode;                      // [D]: 0 or 1
   Fetched fetched[kMaxHolders];
   int64_t num_fetched = 0;
@@ -130,8 +114,8 @@ struct Forecast {
     remote = part(0, prefills);
     local = part(prefills, decodes);
     for (double** column : {&pairs, &chunks, &alone}) *column = take(count);
-    for (double** column : {&humility, &step, &steady, &left, &tpot, &quantile, &own_missed,
-                            &is_full, &is_kept, &is_forced, &may_decode})
+    for (double** column : {&humility, &step, &tpot, &quantile, &own_missed, &is_full,
+                            &is_kept, &is_forced, &may_decode})
       *column = take(decodes);
     for (Fetched& one : fetched)
       one = {0, take(prefills), take(prefills), take(prefills), take(prefills)};
@@ -140,7 +124,7 @@ struct Forecast {
 
   // Doubles that it takes of a workspace, whose rest begins at `costs`.
   static int64_t size(int64_t prefills, int64_t decodes) {
-    return 9 * (prefills + decodes) + 11 * decodes + 4 * kMaxHolders * prefills;
+    return 9 * (prefills + decodes) + 9 * decodes + 4 * kMaxHolders * prefills;
   }
 
   double* costs;
@@ -251,7 +235,8 @@ inline void steps(Forecast& found) {
   const double *first = table.decode(kFirst), *factor = table.decode(kDecodeFactor);
   const double *prompt = table.decode(kPrompt), *prompt_at = table.decode(kPromptAt);
   const double* chunks = found.chunks + table.num_prefills;
-  double *step = found.step, *steady = found.steady, *alone = found.alone + table.num_prefills;
+  const double* tightest = table.decode(kTightest);
+  double *step = found.step, *tpot = found.tpot, *alone = found.alone + table.num_prefills;
   for (int64_t i = 0; i < local.count; i++) {
     double stay = output * now_step[i];
     stay = 1.0 - std::min(handoff / std::max(stay, 1.0), 0.9);
@@ -264,7 +249,12 @@ inline void steps(Forecast& found) {
     small += ctx[i] * context;
     double large = large_base[i] + large_seq[i] * stay + large_ctx[i] * context;
     step[i] = stay >= large_batch[i] ? large : small;
-    local.prefill[i] = local.prefill[i] + chunks[i] * (step[i] - base[i]);
+    double pace = kPace * tightest[i];
+    double beside = (local.wait[i] + local.prefill[i]) /
+                    std::max(pace - now_step[i], kLeastShare * pace);
+    beside = std::min(beside, output);
+    beside *= now_step[i];
+    local.prefill[i] = local.prefill[i] + std::max(beside, chunks[i] * (step[i] - base[i]));
     local.ttft[i] = local.wait[i] + local.prefill[i];
     small = first[i] + ctx[i] * query.num_tokens;
     large = large_base[i] + large_seq[i] + large_ctx[i] * query.num_tokens;
@@ -272,10 +262,14 @@ inline void steps(Forecast& found) {
     found.least_tpot = std::min(found.least_tpot, alone[i] / factor[i]);
   }
   for (int64_t i = 0; i < local.count; i++) {
-    steady[i] = step[i];
-    if (prompt[i] == 0.0) continue;
-    double decayed = prompt[i] * std::exp((prompt_at[i] - query.now_ms) / kPromptMemoryMs);
-    steady[i] = step[i] / (1.0 - std::min(decayed / kPromptMemoryMs, kMaxShare));
+    tpot[i] = step[i];
+    if (prompt[i] != 0.0) {
+      double decayed = prompt[i] * std::exp((prompt_at[i] - query.now_ms) / kPromptMemoryMs);
+      tpot[i] = step[i] / (1.0 - std::min(decayed / kPromptMemoryMs, kMaxShare));
+    }
+    double left = local.is_usable(i) ? std::max(local.wait[i] - handoff, 0.0) : 0.0;
+    tpot[i] = std::max(tpot[i], step[i] + left / output);
+    if (query.has_tpot()) tpot[i] = std::min(tpot[i], std::max(step[i], kPace * query.tpot_ms));
   }
 }
 
@@ -286,53 +280,28 @@ inline void decodes(Forecast& found) {
   const double *room = table.decode(kRoom), *sizes = table.decode(kBlockSize);
   const double* tightest = table.decode(kTightest);
   steps(found);
-  const double *step = found.step, *steady = found.steady;
+  const double* step = found.step;
   double least_alone = least(found.alone + table.num_prefills, local.count);
   double ratio = within(query.tpot, most_ratio(query.tpot_ms, least_alone));
   double limit = query.tpot_ms;
   for (int64_t i = 0; i < local.count; i++) {
     double needed = std::floor(query.num_tokens / sizes[i]) + 1 - local.cached[i] / sizes[i];
     found.is_full[i] = needed > room[i];
-    double left = local.is_usable(i) ? std::max(local.wait[i] - found.handoff, 0.0) : 0.0;
-    found.tpot[i] = std::max(steady[i], step[i] + left / query.output_tokens);
-    found.quantile[i] = quantile_of(found.tpot[i], ratio);
-    found.left[i] = left;
+    found.quantile[i] = quantile_of(step[i], ratio);
   }
   if (query.left_alone >= table.num_prefills)
     found.is_full[query.left_alone - table.num_prefills] = 1.0;
   for (int64_t i = 0; i < local.count; i++) {
-    double late = 0.0, most = limit;
+    double most = limit;
     found.own_missed[i] = 0.0;
     if (query.has_tpot()) {
-      double ratio_left = (query.tpot_ms + kFloorMs) / (steady[i] + kFloorMs);
-      late = missed(query, query.tpot_ms - quantile_of(steady[i], ratio), found.left[i]);
-      found.own_missed[i] = share_above(query.tpot, ratio_left) + late;
+      double ratio_left = (query.tpot_ms + kFloorMs) / (step[i] + kFloorMs);
+      found.own_missed[i] = share_above(query.tpot, ratio_left);
     }
     if (query.spares_residents) most = std::min(tightest[i], most);
-    found.is_kept[i] = found.quantile[i] <= most && late <= 1.0 - query.quantile;
+    found.is_kept[i] = found.quantile[i] <= most;
     found.is_forced[i] = table.is_mixed[i] != 0.0 || local.uncached[i] < query.min_remote_tokens;
   }
-}
-
-// Of a decode instance's sequences, those that would miss their TPOT target for the prompt if it were
-// computed there: how many, and what share of those that fare worst.
-struct Missed {
-  double number, share;
-};
-
-inline Missed residents_missed(const Forecast& found, int64_t i) {
-  const Table& table = found.table;
-  const Query& query = found.query;
-  double slack = table.decode(kTightest)[i] - found.tpot[i], prefill = found.local.prefill[i];
-  double coming = table.decode(kComing)[i], here = table.decode(kSeqs)[i] - coming;
-  double share = here > 0.0 ? missed(query, slack, prefill) : 0.0, number = here * share;
-  if (coming != 0.0) {
-    double left = query.now_ms + found.local.ttft[i] - table.decode(kComesAt)[i];
-    double late = missed(query, slack, std::min(std::max(left, 0.0), prefill));
-    number += coming * late;
-    share = std::max(share, late);
-  }
-  return {number, share};
 }
 
 // For the few decode instances that hold most of the prompt.

@@ -11,6 +11,8 @@ namespace isthmus {
 
 constexpr double kNever = std::numeric_limits<double>::infinity();
 constexpr double kFloorMs = 10.0;       // quantiles.FLOOR_MS
+constexpr double kPace = 0.9;           // pacing.PACE
+constexpr double kLeastShare = 0.1;     // pacing.LEAST_SHARE
 constexpr double kMaxDoubtMs = 2000.0;  // predictor.MAX_DOUBT_MS
 constexpr int64_t kMaxHolders = 4;      // forecast.MAX_HOLDERS
 constexpr int64_t kMaxCandidates = 4;   // choice.listed
@@ -21,8 +23,8 @@ enum PromptColumn {
   kHeadLate, kAhead, kTurn, kBarred, kNumPromptColumns
 };
 enum DecodeColumn {
-  kDecodeBase, kSeq, kCtx, kLargeBatch, kLargeBase, kLargeSeq, kLargeCtx, kSeqs, kComing, kComesAt,
-  kContext, kStep, kFirst, kRoom, kCapacity, kTokenBytes, kTightest, kPrompt, kPromptAt,
+  kDecodeBase, kSeq, kCtx, kLargeBatch, kLargeBase, kLargeSeq, kLargeCtx, kSeqs, kContext,
+  kStep, kFirst, kRoom, kCapacity, kTokenBytes, kTightest, kPrompt, kPromptAt,
   kDecodeFactor, kBlockSize,
   kNumDecodeColumns
 };
@@ -63,9 +65,6 @@ struct Query {
   const double* depths;                           // [P + D]: leading blocks of the prompt
   const int64_t* excluded;                        // rows
   int64_t num_excluded;
-  const double* shares_below;                     // of answers, by lengths.BOUNDS
-  const double* bounds;
-  int64_t num_bounds;
   Residuals remote, local, tpot;
 
   bool is_urgent() const { return ttft_ms < kNever; }
@@ -78,7 +77,7 @@ enum Obstacle { kNothing, kNoDecodeInstance, kDecodeFull, kTpot, kPrefillBusy, k
 struct Candidate {
   double row, column, cost;  // row −1: a local prefill
   double cached, uncached, wait, prefill, ttft, factor;
-  double decode_cached, seqs, tpot, is_full, coming;
+  double decode_cached, seqs, tpot, is_full;
 };
 
 struct Answer {

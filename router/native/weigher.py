@@ -18,7 +18,6 @@ from isthmus.common.types import LocalPrefillReason
 from isthmus.router.blocks import Holders
 from isthmus.router.decider import local_prefill_reason
 from isthmus.router.forecast import NEVER, Ask
-from isthmus.router.lengths import BOUNDS
 from isthmus.router.native.binding import Library, library
 from isthmus.router.policy import Candidate
 from isthmus.router.predictor import DecodeOption, PrefillOption
@@ -39,9 +38,9 @@ OBSTACLES = ("", NO_DECODE_INSTANCE, DECODE_FULL, TPOT, PREFILL_BUSY, TTFT)
 MAX_CANDIDATES = 4
 
 _RESIDUALS = "dqq"
-_QUERY = struct.Struct("@6d 3d 5d 2d 3q 3q q qq q qq" + 3 * _RESIDUALS)
+_QUERY = struct.Struct("@6d 3d 5d 2d 3q 3q q qq" + 3 * _RESIDUALS)
 _ANSWER = struct.Struct("@8d")
-_CANDIDATE = struct.Struct("@14d")
+_CANDIDATE = struct.Struct("@13d")
 
 
 class Weigher:
@@ -53,7 +52,6 @@ class Weigher:
         self._stale_ms = stale_ms
         self._query, self._query_at = _buffer(_QUERY.size)
         self._answer, self._answer_at = _buffer(_ANSWER.size + MAX_CANDIDATES * _CANDIDATE.size)
-        self._bounds_at = BOUNDS.ctypes.data
 
     @classmethod
     def create(cls, min_remote_tokens: int, stale_ms: float) -> Weigher | None:
@@ -107,9 +105,6 @@ class Weigher:
             table.blocks_at(holders),
             excluded.buffer_info()[0],
             len(excluded),
-            ask.shares.address,
-            self._bounds_at,
-            len(BOUNDS),
             *_residuals(remote, quantile, now_ns),
             *_residuals(local, quantile, now_ns),
             *_residuals(tpot, ask.tpot_quantile, now_ns),
@@ -190,12 +185,10 @@ class Listed(Sequence[Candidate]):
     def _make(self, place: int) -> Candidate:
         numbers = _CANDIDATE.unpack_from(self._numbers, place * _CANDIDATE.size)
         row, column, cost, cached, uncached, wait, prefill, ttft, factor = numbers[:9]
-        decode_cached, seqs, tpot, is_full, coming = numbers[9:]
+        decode_cached, seqs, tpot, is_full = numbers[9:]
         held, view = int(decode_cached), self._decodes[int(column)]
         lacking = self._num_tokens - held
-        decode = DecodeOption(
-            view, held, lacking, int(seqs), tpot, 0.0, is_full != 0.0, int(coming)
-        )
+        decode = DecodeOption(view, held, lacking, int(seqs), tpot, 0.0, is_full != 0.0)
         reason = LocalPrefillReason.NONE
         if row >= 0:
             view = self._prefills[int(row)]

@@ -155,7 +155,6 @@ class Scene:
             local=self.residuals(),
             tpot=self.residuals(),
             now_ns=self.now_ns,
-            shares=self.lengths.shares("m"),
             press=Press(rnd.choice([0.0, 700.0]), rnd.choice([0.0, 300.0])),
             spares_residents=rnd.random() < 0.8,
             last=self.last(),

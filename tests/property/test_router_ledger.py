@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from isthmus.common.clock import NS_PER_MS
 from isthmus.common.ids import DecisionId, InstanceId
 from isthmus.router.ledger import Ledger
-from isthmus.router.legs import NEVER_NS, SETTLE_MS, Legs, PendingLoad
+from isthmus.router.legs import SETTLE_MS, Legs, PendingLoad
 from isthmus.router.reservation import (
     NO_LIMIT,
     RESERVATION_TRANSITIONS,
@@ -67,8 +67,6 @@ def added_up(legs: Legs, seen_ns: int, seen_seqs: int) -> PendingLoad:
         prompts_ms=sum(leg.burden.prefill_ms for leg in legs.prompts.values()),
         head_ms=head.burden.prefill_ms if head is not None else 0.0,
         head_since_ns=legs.pending.head_since_ns,
-        num_coming=len(incoming),
-        comes_ns=min((leg.comes_ns for leg in incoming), default=NEVER_NS),
     )
 
 

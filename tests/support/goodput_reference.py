@@ -14,6 +14,7 @@ from math import ceil, exp
 import numpy as np
 
 from isthmus.common.ids import InstanceId
+from isthmus.common.pacing import LEAST_SHARE, PACE
 from isthmus.router import costs
 from isthmus.router.choice import NEAR_TIE_MS
 from isthmus.router.cluster_view import PROMPT_MEMORY_MS
@@ -50,8 +51,6 @@ class Decode:
     quantile: float
     is_full: bool
     is_kept: bool
-    is_kept_local: bool
-    missed: float  # residents that would miss their TPOT target for a local prefill
     own_missed: float
     least: float
 
@@ -147,10 +146,6 @@ def fetched(
     return found
 
 
-def share_missed(ask: Ask, slack: float, delay: float) -> float:
-    return float(ask.shares.below(np.array([delay / max(slack, 1e-3) + 1.0]))[0])
-
-
 def step_ms(columns: DecodeColumns, row: int, seqs: float, context: float) -> float:
     if seqs >= columns.large_batch[row]:
         large = float(columns.large_base[row]) + float(columns.large_seq[row]) * seqs
@@ -183,7 +178,6 @@ def decode_on(
     local: Prompt,
     handoff_ms: float,
     ratio: float,
-    has_prefills: bool,
     now_ms: float,
 ) -> Decode:
     columns, num_tokens, output = table.decodes, query.num_prompt_tokens, ask.output_tokens
@@ -192,35 +186,26 @@ def decode_on(
     stay = 1.0 - min(handoff_ms / max(output * now, 1.0), 0.9)
     step = step_ms(columns, row, seqs * stay + 1, there * stay + num_tokens + output / 2)
     chunks = ceil(local.uncached / max(float(table.local.budget[row]), 1.0))
-    local.prefill = local.prefill + chunks * (step - float(columns.base[row]))
+    tightest = float(columns.tightest[row])
+    pace = PACE * tightest
+    beside = min((local.wait + local.prefill) / max(pace - now, LEAST_SHARE * pace), output) * now
+    local.prefill = local.prefill + max(beside, chunks * (step - float(columns.base[row])))
     decay = exp((float(columns.prompt_at[row]) - now_ms) / PROMPT_MEMORY_MS)
     share = float(columns.prompt[row]) * decay / PROMPT_MEMORY_MS
     left = max(local.wait - handoff_ms, 0.0) if local.is_usable else 0.0
-    steady = step / (1.0 - min(share, MAX_SHARE))
-    tpot = max(steady, step + left / output)
-    quantile = quantile_of(tpot, ratio)
+    tpot = max(step / (1.0 - min(share, MAX_SHARE)), step + left / output)
+    if ask.tpot_ms is not None:
+        tpot = min(tpot, max(step, PACE * ask.tpot_ms))
+    quantile = quantile_of(step, ratio)
     size = float(columns.block_size[row])
     needed = num_tokens // size + 1 - local.cached // size
-    tightest = float(columns.tightest[row])
     is_kept = ask.tpot_ms is None or quantile <= ask.tpot_ms
-    coming, own_missed = float(columns.coming[row]), 0.0
-    here = seqs - coming
-    worst = share_missed(ask, tightest - tpot, local.prefill) if here > 0 else 0.0
-    missed = here * worst
-    if coming:
-        behind = min(max(now_ms + local.ttft - float(columns.comes_at[row]), 0.0), local.prefill)
-        late = share_missed(ask, tightest - tpot, behind)
-        missed, worst = missed + coming * late, max(worst, late)
-    is_kept_local = is_kept and worst <= 1.0 - ask.quantile
+    own_missed = 0.0
     if ask.tpot_ms is not None:
-        ratios = np.array([(ask.tpot_ms + FLOOR_MS) / (steady + FLOOR_MS)])
-        late = share_missed(ask, ask.tpot_ms - quantile_of(steady, ratio), left)
-        own_missed = float(ask.tpot.share_above(ratios)[0]) + late
-        is_kept = is_kept and late <= 1.0 - ask.quantile
+        ratios = np.array([(ask.tpot_ms + FLOOR_MS) / (step + FLOOR_MS)])
+        own_missed = float(ask.tpot.share_above(ratios)[0])
     if ask.spares_residents:
         is_kept = is_kept and quantile <= tightest
-    elif not has_prefills:
-        is_kept_local = is_kept
     is_left_alone = columns.views[row].instance_id == ask.left_alone
     is_full = (
         is_left_alone
@@ -228,7 +213,7 @@ def decode_on(
         or seqs + 1 > columns.views[row].info.max_num_seqs
     )
     least = step_ms(columns, row, 1.0, float(num_tokens)) / float(columns.factor[row])
-    return Decode(tpot, quantile, bool(is_full), is_kept, is_kept_local, missed, own_missed, least)
+    return Decode(tpot, quantile, bool(is_full), is_kept, own_missed, least)
 
 
 def decode_cost(
@@ -290,15 +275,12 @@ def local_cost(
     ask: Ask,
     prices: Prices,
     local: Prompt,
-    decode: Decode,
     rest: float,
 ) -> float:
     seqs = float(table.decodes.seqs[row])
     if ask.ttft_ms is None:
         return rest + local.ttft + local.prefill * (1.0 + seqs) * prices.decode
-    lost = decode.missed * max(local.prefill, ask.press.worth_ms)
-    own = local.prefill + local.wait
-    return prices.decode * (own + lost) + rest
+    return prices.decode * (local.prefill + local.wait) + rest
 
 
 def weigh_slowly(
@@ -328,7 +310,7 @@ def weigh_slowly(
     ]
     ratio = ask.tpot.within(ask.tpot_quantile, most_ratio(ask.tpot_ms, min(alone)), ask.now_ns)
     decodes = [
-        decode_on(table, row, query, ask, prompt, handoff_ms, ratio, bool(usable), now_ms)
+        decode_on(table, row, query, ask, prompt, handoff_ms, ratio, now_ms)
         for row, prompt in enumerate(local)
     ]
     forced = [
@@ -372,13 +354,12 @@ def weigh_slowly(
             least_pair = min(least_pair, cost)
             if prompt.starts:
                 pairs[place] = cost
-    for column, decode in enumerate(decodes):
-        prompt = local[column]
+    for column, prompt in enumerate(local):
         if not is_within(prompt, local_ratio) or not prompt.starts:
             continue
-        if not may_decode[column] or not decode.is_kept_local:
+        if not may_decode[column]:
             continue
-        cost = local_cost(table, column, ask, prices, prompt, decode, rest[column])
+        cost = local_cost(table, column, ask, prices, prompt, rest[column])
         if ask.ttft_ms is None or not remote or cost <= least_pair:
             locals_[-1, column] = cost
     possible = pairs | locals_

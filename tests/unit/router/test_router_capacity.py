@@ -14,9 +14,7 @@ from isthmus.router.capacity import Capacity
 from isthmus.router.demand import Demand
 from isthmus.router.goodput import GoodputPolicy
 from isthmus.router.holding import HeldQuery, HoldingQueue
-from isthmus.router.lengths import FIRST_GUESS, OutputLengths
 from isthmus.router.placement import Placement
-from isthmus.router.quantiles import Residuals
 from isthmus.router.shares import TenantShares
 from isthmus.router.types import RouteQuery
 from tests.support.router_cluster import LAYOUT, Cluster
@@ -125,23 +123,3 @@ def test_without_targets_nothing_is_kept_free() -> None:
     for _ in range(20):
         assert demand.spares(60_000.0, 2, 0)
         demand.begun(60_000.0, 0)
-
-
-def test_shares_of_answers_by_length() -> None:
-    lengths = OutputLengths()
-    wanted = np.array([1.0, FIRST_GUESS + 1.0, 1e6])
-    assert lengths.shares("m").below(wanted) == pytest.approx([0, 0.63, 1], abs=0.02)
-    for number in range(100):
-        lengths.observe("m", "", 100, 10 if number < 80 else 400)
-    below = lengths.shares("m").below(np.array([5.0, 16.0, 300.0, 600.0]))
-    assert below == pytest.approx([0.0, 0.8, 0.8, 1.0], abs=0.01)
-    assert lengths.shares("n").below(wanted)[1] == pytest.approx(0.63, abs=0.02)
-
-
-def test_share_of_measurements_above_a_ratio() -> None:
-    residuals = Residuals()
-    asked = np.array([0.5, 1.0, 1.5, 2.5])
-    assert residuals.share_above(asked).tolist() == [1.0, 0.5, 0.0, 0.0]
-    for number in range(40):
-        residuals.observe(1.0 + number / 40, 0)
-    assert residuals.share_above(asked) == pytest.approx([1.0, 0.975, 0.475, 0.0])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from isthmus.common.types import RouteDecision, Slo
 from isthmus.router import Outcome
 from isthmus.router.verdict import Admitted, Held
@@ -29,18 +27,21 @@ def cluster_that_knows_answers(num_tokens: int) -> Cluster:
     return cluster
 
 
-@pytest.mark.parametrize(("answer", "is_local"), [(200, True), (6, False)])
-def test_a_prompt_is_computed_beside_answers_that_are_long_enough_to_bear_it(
-    answer: int, is_local: bool
-) -> None:
-    cluster = cluster_that_knows_answers(answer)
-    resident = submit(cluster, 64, "resident")
-    assert resident is not None
-    cluster.router.report(resident.decision_id, Outcome.first_token())
-    assert submit(cluster, 1_500, "long") is not None  # the prefill instance is busy from now on
-    cluster.clock.advance_ms(50)
-    second = submit(cluster, 700, "second")
-    assert (second is not None and second.prefill is None) == is_local
+def test_a_prompt_is_computed_beside_answers_and_longer_beside_long_ones() -> None:
+    predicted_ms = []
+    for answer in (6, 200):
+        cluster = cluster_that_knows_answers(answer)
+        resident = submit(cluster, 64, "resident")
+        assert resident is not None
+        cluster.router.report(resident.decision_id, Outcome.first_token())
+        assert submit(cluster, 1_500, "long") is not None  # the prefill instance is busy then
+        cluster.clock.advance_ms(50)
+        second = submit(cluster, 700, "second")
+        assert second is not None
+        assert second.prefill is None
+        predicted_ms.append(second.predicted_ttft_ms)
+    # Between 700 tokens fit so many steps as the pace leaves room for, or as there are answers.
+    assert predicted_ms[1] > 1.3 * predicted_ms[0] > 1.3 * 700
 
 
 def test_answers_are_packed_so_that_decode_instances_stay_free_for_prompts() -> None:

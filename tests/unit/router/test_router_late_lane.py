@@ -34,26 +34,15 @@ def send(cluster: Cluster, query: RouteQuery, *, is_computed: bool) -> Admitted:
     return verdict
 
 
-def test_age_does_not_put_a_long_prompt_beside_residents_with_targets() -> None:
-    cluster = cluster_with_a_resident()
-    long = send(cluster, make_query(4_000, "long"), is_computed=False)
+@pytest.mark.parametrize("prefills", [0, 1])
+def test_late_work_is_computed_beside_residents_that_keep_their_pace(prefills: int) -> None:
+    cluster = cluster_with_a_resident(prefills)
+    if prefills:
+        send(cluster, make_query(4_000, "long"), is_computed=False)
     late = make_query(2_000, "late", slo=KEEN, arrival_ns=cluster.clock.now_ns())
-    assert isinstance(cluster.router.submit(late), Held)
-    cluster.clock.advance_ms(200)
-    assert cluster.router.tick() == []
-    cluster.router.report(long.decision.decision_id, Outcome.first_token())
-    [settled] = cluster.router.tick()
-    assert isinstance(settled.verdict, Admitted)
-    assert settled.verdict.decision.prefill is not None
-
-
-def test_age_is_enough_where_only_decode_instances_compute_prompts() -> None:
-    cluster = cluster_with_a_resident(prefills=0)
-    late = make_query(2_000, "late", slo=KEEN, arrival_ns=cluster.clock.now_ns())
-    assert isinstance(cluster.router.submit(late), Held)
-    cluster.clock.advance_ms(200)
-    [settled] = cluster.router.tick()
-    assert isinstance(settled.verdict, Admitted)
+    verdict = cluster.router.submit(late)
+    assert isinstance(verdict, Admitted)
+    assert verdict.decision.prefill is None
 
 
 def test_prompts_that_wait_at_a_decode_instance_count_in_the_tpot_of_newcomers() -> None:
@@ -75,6 +64,8 @@ def test_looks_are_not_repeated_while_nothing_has_made_room(
 ) -> None:
     cluster = cluster_with_a_resident()
     send(cluster, make_query(4_000, "long"), is_computed=False)
+    busy = {"running_seqs": 1, "waiting_seqs": 4, "waiting_tokens": 20_000}
+    cluster.report("d0", **busy)
     verdict = cluster.router.submit(make_query(2_000, "late", slo=KEEN))
     assert isinstance(verdict, Held)
     cluster.router.tick()
@@ -87,10 +78,11 @@ def test_looks_are_not_repeated_while_nothing_has_made_room(
 
     monkeypatch.setattr(Placement, "look", counted)
     for _ in range(20):
-        cluster.report("d0", running_seqs=1)
+        cluster.report("d0", **busy)
         cluster.clock.advance_ms(1)
         cluster.router.tick()
     assert not looked
+    cluster.report("d0", running_seqs=1)
     cluster.clock.advance_ms(100)
     cluster.router.tick()
     assert looked == [RequestId("late")]
