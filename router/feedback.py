@@ -179,19 +179,21 @@ class Feedback:
         if slo.tpot_ms is not None and made.counts_for_prices:
             is_late = outcome.tpot_ms > slo.tpot_ms
             self._knowledge.prices.count(Stage.DECODE, slo.quantile, is_late, now_ns)
-        decode = self._view(made.decode)
-        pace_ms, measured_ms = _own_pace_ms(made, decode, now_ns), outcome.tpot_ms
-        if made.tpot_ms < measured_ms <= pace_ms:
-            measured_ms = made.tpot_ms
-        self._knowledge.residuals.observe(
+        bucket, residuals = bucket_of(query.num_prompt_tokens), self._knowledge.residuals
+        residuals.observe(
             Kind.TPOT,
-            bucket_of(query.num_prompt_tokens),
-            measured_ms,
+            bucket,
+            outcome.tpot_ms,
             made.tpot_ms,
             slo.quantile,
-            max(made.tpot_quantile_ms, pace_ms),
+            made.tpot_quantile_ms,
             now_ns,
         )
+        decode = self._view(made.decode)
+        measured_ms = outcome.tpot_ms
+        if made.tpot_ms < measured_ms <= _own_pace_ms(made, decode, now_ns):
+            measured_ms = made.tpot_ms
+        residuals.note(Kind.STEP, bucket, measured_ms, made.tpot_ms, now_ns)
         if decode is not None:
             # As above: reports have told of the steps of an answer long before it ends.
             step_ms = _step_model_ms(decode, query, made.num_seqs)

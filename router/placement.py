@@ -219,7 +219,7 @@ class Placement:
             quantile=quantile,
             remote=known.residuals.of(Kind.TTFT, bucket),
             local=known.residuals.of(Kind.LOCAL_TTFT, bucket),
-            tpot=known.residuals.of(Kind.TPOT, bucket),
+            tpot=known.residuals.of(Kind.STEP, bucket),
             now_ns=now_ns,
             press=press,
             spares_residents=not is_aged,

@@ -44,6 +44,7 @@ class Kind(Enum):
     TTFT = "ttft"  # of a prompt computed by a prefill instance
     LOCAL_TTFT = "local_ttft"  # of one computed where it is decoded
     TPOT = "tpot"
+    STEP = "step"  # of the same, without what the instance held its decodes up for prompts
 
     __hash__ = object.__hash__  # an enum's own is computed in Python
 
@@ -210,6 +211,13 @@ class ResidualTable:
         is_hit = measured_ms <= promised_ms
         found.covered(quantile, is_hit)
         return is_hit
+
+    def note(
+        self, kind: Kind, bucket: int, measured_ms: float, predicted_ms: float, now_ns: int
+    ) -> None:
+        """As ``observe``, of what was promised to nobody."""
+        found = self._table.setdefault((kind, bucket), Residuals())
+        found.observe(ratio_of(measured_ms, predicted_ms), now_ns)
 
     def coverage(self, kind: Kind, quantile: float) -> tuple[float, int]:
         """Share of the recent measurements that were below the prediction, and their number."""

@@ -85,7 +85,7 @@ class LedgerMachine(RuleBasedStateMachine):
         decision = DecisionId(str(self.count))
         prefill_at = prefill if prefill in PREFILLS else decode
         limit_ms = NO_LIMIT if self.count % 3 else 20.0 + self.count % 5
-        burden = Burden(10 * self.count, self.count / 7, 90 + self.count, 3, limit_ms, 2.5)
+        burden = Burden(10 * self.count, self.count / 7, 90 + self.count, 3, limit_ms)
         self.ledger.reserve(decision, prefill_at, decode, burden, self.now_ns)
         self.open[decision] = (prefill_at, decode, False)
 

@@ -55,14 +55,14 @@ def test_all_shapes_that_fit_are_tried() -> None:
 
 
 def test_mixed_instances_win_when_there_is_nothing_to_decode() -> None:
-    """A decode instance would idle: per GPU the mixed ones are worth about twice a pair."""
+    """Two that compute prompts. The pair's decode instance computes some too, but not as freely."""
     plan = make_plan(
         make_scenario(**prompts()), list(shapes(Budget(2))), tolerance=0.05, margin=0.9
     )
     assert plan.best.shape.decodes == 0
     pair = next(item for item in plan.candidates if item.shape.decodes)
     assert plan.best.goodput_per_gpu == pytest.approx(1e3 / 105, rel=0.1)
-    assert pair.goodput_per_gpu < 0.8 * plan.best.goodput_per_gpu
+    assert pair.goodput_per_gpu < plan.best.goodput_per_gpu
     assert "TTFT" in pair.limit
 
 
