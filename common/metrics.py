@@ -40,13 +40,13 @@ ADMISSION = Counter(
     "target cannot be met; reject) and why",
     ["slo_class", "decision", "reason"],
 )
-PREDICTED_TTFT = Histogram(
+PREDICTED_TTFT = TallyHistogram(
     "isthmus_predicted_ttft_seconds",
     "TTFT as the decision predicted it, from the decision on",
     ["slo_class"],
     buckets=_LATENCY,
 )
-PREDICTED_TPOT = Histogram(
+PREDICTED_TPOT = TallyHistogram(
     "isthmus_predicted_tpot_seconds",
     "TPOT as the decision predicted it",
     ["slo_class"],
@@ -62,34 +62,34 @@ REQUESTS_INFLIGHT = Gauge("isthmus_requests_inflight", "Requests being served")
 REQUESTS_HELD = Gauge(
     "isthmus_requests_held", "Requests and choices that wait for an instance to be ready"
 )
-TTFT = Histogram(
+TTFT = TallyHistogram(
     "isthmus_ttft_seconds",
     "Request body read → first content flushed (streamed) or first token received (not streamed)",
     ["slo_class"],
     buckets=_LATENCY,
 )
-TPOT = Histogram(
+TPOT = TallyHistogram(
     "isthmus_tpot_seconds",
     "(Last token − first token received) / (output tokens − 1), of the slowest choice",
     ["slo_class"],
     buckets=_PER_TOKEN,
 )
 ITL = TallyHistogram(
-    "isthmus_itl_seconds", "Gap between two output tokens at the gateway", _PER_TOKEN
+    "isthmus_itl_seconds", "Gap between two output tokens at the gateway", buckets=_PER_TOKEN
 )
-E2E = Histogram(
+E2E = TallyHistogram(
     "isthmus_e2e_seconds",
     "Request body read → last content flushed",
     ["slo_class"],
     buckets=_LATENCY,
 )
-SECOND_TOKEN_GAP = Histogram(
+SECOND_TOKEN_GAP = TallyHistogram(
     "isthmus_second_token_gap_seconds",
     "First token → second token: where a transfer would hide",
     ["slo_class"],
     buckets=_LATENCY,
 )
-STAGE = Histogram(
+STAGE = TallyHistogram(
     "isthmus_stage_seconds", "Parts of a request's life", ["stage"], buckets=(*_FAST, 10, 20, 40)
 )
 PROMPT_TOKENS = Counter("isthmus_prompt_tokens", "Prompt tokens of finished requests")

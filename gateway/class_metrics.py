@@ -12,16 +12,17 @@ from functools import cache
 from prometheus_client import Counter, Histogram
 
 from isthmus.common import metrics
+from isthmus.common.tally import Tally
 
 
 @dataclass(frozen=True, slots=True)
 class ClassMetrics:
-    ttft: Histogram
-    tpot: Histogram
-    e2e: Histogram
-    second_token_gap: Histogram
-    predicted_ttft: Histogram
-    predicted_tpot: Histogram
+    ttft: Tally
+    tpot: Tally
+    e2e: Tally
+    second_token_gap: Tally
+    predicted_ttft: Tally
+    predicted_tpot: Tally
     ttft_slack: Histogram
     tpot_slack: Histogram
 

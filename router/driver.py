@@ -30,6 +30,7 @@ class RouterDriver:
         self._clock = clock
         self._waiting: dict[RequestId, OnSettled] = {}
         self._timer: asyncio.TimerHandle | None = None
+        self._due_ns = 0  # when it rings
         self._is_woken = False
         router.on_progress = self._wake
 
@@ -89,6 +90,7 @@ class RouterDriver:
 
     def _tick(self) -> None:
         self._is_woken = False
+        self._disarm()
         try:
             told = self._router.tick()
         except Exception:  # noqa: BLE001  # the next tick tells who was settled in this one
@@ -108,9 +110,12 @@ class RouterDriver:
             self._router.report(verdict.decision.decision_id, Outcome.cancelled())
 
     def _arm(self) -> None:
-        self._disarm()
         due_ns = self._router.next_tick_ns() if self._waiting else None
+        if self._timer is not None and due_ns == self._due_ns:
+            return  # as mostly when one more waits
+        self._disarm()
         if due_ns is not None:
+            self._due_ns = due_ns
             delay_s = max(0, due_ns - self._clock.monotonic_ns()) / NS_PER_S
             self._timer = asyncio.get_running_loop().call_later(delay_s, self._tick)
 

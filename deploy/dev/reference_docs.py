@@ -87,7 +87,9 @@ def metrics_page() -> str:
         if isinstance(metric, MetricWrapperBase | TallyHistogram):
             family = next(iter(metric.describe()))
             suffix = "_total" if family.type == "counter" else ""
-            names = metric._labelnames if isinstance(metric, MetricWrapperBase) else ()
+            names = (
+                metric._labelnames if isinstance(metric, MetricWrapperBase) else metric.labelnames
+            )
             labels = ", ".join(names) or "–"
             lines.append(
                 f"| `{family.name}{suffix}` | {family.type} | {labels} | {family.documentation} |"

@@ -18,7 +18,7 @@ def exposed(registry: CollectorRegistry) -> list[str]:
 
 def test_it_exposes_what_a_histogram_would() -> None:
     registry, other = CollectorRegistry(), CollectorRegistry()
-    tally = TallyHistogram("gap_seconds", "A gap", BOUNDS, registry)
+    tally = TallyHistogram("gap_seconds", "A gap", buckets=BOUNDS, registry=registry)
     histogram = Histogram("gap_seconds", "A gap", buckets=BOUNDS, registry=other)
     assert exposed(registry) == exposed(other)
     for value in VALUES:
@@ -29,9 +29,23 @@ def test_it_exposes_what_a_histogram_would() -> None:
 
 def test_equal_observations_count_as_many() -> None:
     registry, other = CollectorRegistry(), CollectorRegistry()
-    together = TallyHistogram("gap_seconds", "A gap", BOUNDS, registry)
-    apart = TallyHistogram("gap_seconds", "A gap", BOUNDS, other)
+    together = TallyHistogram("gap_seconds", "A gap", buckets=BOUNDS, registry=registry)
+    apart = TallyHistogram("gap_seconds", "A gap", buckets=BOUNDS, registry=other)
     together.observe(0.25, 3)
     for _ in range(3):
         apart.observe(0.25)
     assert exposed(registry) == exposed(other)
+
+
+def test_each_set_of_labels_has_a_tally_of_its_own() -> None:
+    registry, other = CollectorRegistry(), CollectorRegistry()
+    names = ("stage", "kind")
+    tally = TallyHistogram("part_seconds", "A part", names, buckets=BOUNDS, registry=registry)
+    histogram = Histogram("part_seconds", "A part", names, buckets=BOUNDS, registry=other)
+    assert exposed(registry) == exposed(other)
+    for number, value in enumerate(VALUES):
+        labels = {"stage": f"s{number % 2}", "kind": f'"{number % 3}"'}
+        tally.labels(**labels).observe(value)
+        histogram.labels(**labels).observe(value)
+    assert exposed(registry) == exposed(other)
+    assert tally.labels(kind="x", stage="y") is tally.labels(stage="y", kind="x")
