@@ -136,6 +136,14 @@ class GoodputPolicy:
         excess = waits(columns, self._stale_ms, now_ms) - columns.ahead
         return max(0.0, least(excess + columns.barred))
 
+    def others(self, table: PairTable, now_ms: float, chosen: InstanceId) -> tuple[float, int]:
+        """Of the instances that may compute prompts, but for ``chosen``: when the first of them is
+        free, from now, and how many there are."""
+        columns = table.prompts
+        excess = waits(columns, self._stale_ms, now_ms) + columns.barred
+        excess[table.row_of[chosen]] = NEVER
+        return least(excess), int(np.count_nonzero(excess < NEVER))
+
     def capacity(
         self, table: PairTable, now_ms: float, counted: Collection[InstanceId] = ()
     ) -> Capacity:

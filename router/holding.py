@@ -12,6 +12,9 @@ more than that at once; it is paid back before the next one goes first.
     enter ──▶ ON_TIME ──▶ left out ──▶ LATE_OK (best effort) | gone (strict)
     enter ──▶ LATE_OK
 
+Whom the plan of ON_TIME has no time for, but for whom there might be some if more instances helped
+out than it reckons with, *stands by*: behind the others of ON_TIME, until the next plan.
+
 The queue owns its entries: each is in exactly one lane until it is removed, once. Plain data, no
 clock of its own: every method is told the time (router's monotonic nanoseconds).
 """
@@ -30,9 +33,10 @@ from isthmus.common.clock import NS_PER_MS
 from isthmus.common.ids import RequestId
 from isthmus.router.capacity import Capacity
 from isthmus.router.shares import TenantShares
-from isthmus.router.shedding import NEVER_LATE, Job, leave_out
+from isthmus.router.shedding import NEVER_LATE, Job, Plan, leave_out
 from isthmus.router.types import RouteQuery
 
+PATIENCE = 2.0  # times ``ageing_ms``, that aged heads of LATE_OK give way to heavier classes
 AGED_SHARE = 0.1  # of the work started, or of the time, that aged heads of LATE_OK get at least
 
 
@@ -85,14 +89,21 @@ class _Line:
     on_time: list[HeldQuery] = field(default_factory=list)
     late_ok: list[HeldQuery] = field(default_factory=list)
     work_ms: float = 0.0  # of all in both lanes …
-    on_time_ms: float = 0.0  # … and in ON_TIME
+    on_time_ms: float = 0.0  # … and in ON_TIME …
+    stand_by: set[HeldQuery] = field(default_factory=set)  # … of which these may not be begun
+    stand_by_ms: float = 0.0
     slack_ms: float = NEVER_LATE  # work that ON_TIME had time for, when it was last planned
     planned: _Planned | None = None  # when that left nobody out, and nobody came or went since
     debt_ms: float = 0.0  # work that LATE_OK has had beyond its share; none is saved up …
     paid_ns: int | None = None  # … and time has paid for it until then
+    late_began_ns: int = 0  # when one of LATE_OK was begun last
 
     def lane(self, lane: Lane) -> list[HeldQuery]:
         return self.on_time if lane is Lane.ON_TIME else self.late_ok
+
+    def let_stand_by(self, stand_by: set[HeldQuery]) -> None:
+        self.stand_by = stand_by
+        self.stand_by_ms = sum(held.work_ms for held in stand_by)
 
     def pay(self, now_ns: int) -> None:
         """Where little comes with a target, a share of that is nothing: a share of the time is
@@ -136,9 +147,9 @@ class HoldingQueue:
         return max(0.0, line.work_ms) if line is not None else 0.0
 
     def on_time_ms(self, model: str) -> float:
-        """Predicted prefill work of those in ON_TIME."""
+        """Predicted prefill work of those in ON_TIME that do not only stand by."""
         line = self._lines.get(model)
-        return max(0.0, line.on_time_ms) if line is not None else 0.0
+        return max(0.0, line.on_time_ms - line.stand_by_ms) if line is not None else 0.0
 
     def has_on_time(self, model: str) -> bool:
         """Whether somebody waits who could come too late."""
@@ -180,6 +191,8 @@ class HoldingQueue:
         line.pay(now_ns)
         had_ms = held.work_ms if held.lane is Lane.LATE_OK else 0.0
         line.debt_ms = max(0.0, line.debt_ms + had_ms - AGED_SHARE * held.work_ms)
+        if held.lane is Lane.LATE_OK:
+            line.late_began_ns = now_ns
         tag = held.tag if held.lane is Lane.LATE_OK else None
         self.shares.served(held.query.tenant, tag, held.work_ms, now_ns)
         self._forget(held)
@@ -201,6 +214,8 @@ class HoldingQueue:
         if line is None:
             return
         on_time, late_ok = list(line.on_time), list(line.late_ok)
+        if line.stand_by:
+            on_time.sort(key=line.stand_by.__contains__)  # behind the others, in their order
         if late_ok and self._goes_first(late_ok[0], line, now_ns, is_spare):
             yield late_ok.pop(0)
         yield from on_time
@@ -212,6 +227,13 @@ class HoldingQueue:
                 yield held
             else:
                 too_much_ms = held.work_ms
+
+    def is_starving(self, held: HeldQuery, now_ns: int) -> bool:
+        """It has given way for long enough, and so have all of LATE_OK."""
+        if held.lane is not Lane.LATE_OK:
+            return False
+        since_ns = max(held.since_ns, self._lines[held.query.model].late_began_ns)
+        return now_ns - since_ns >= PATIENCE * self._ageing_ns
 
     def has_turn(
         self, request_id: RequestId, now_ns: int, is_spare: Callable[[float], bool]
@@ -238,10 +260,11 @@ class HoldingQueue:
         return ended
 
     def left_out(
-        self, model: str, now_ns: int, capacity: Capacity
+        self, model: str, now_ns: int, capacity: Capacity, hope: Capacity | None = None
     ) -> list[tuple[HeldQuery, float]]:
         """Those of ON_TIME to be given up so that the others are in time, each with the work of
-        the others that goes before it; nobody is moved.
+        the others that goes before it; nobody is moved. ``hope``: what the pool might do at most:
+        whom that leaves time for stands by instead.
 
         What goes before a job must be done by its latest start: with all work on one machine that
         is done with one unit in one unit, its due time is what ``capacity`` does by then, and
@@ -255,26 +278,21 @@ class HoldingQueue:
             if slack_ms >= 0.0:
                 line.slack_ms = slack_ms
                 return []
-        factor = self.shares.factors([held.query.tenant for held in line.on_time], now_ns)
-        starts = [(held.latest_start_ns or 0) - now_ns for held in line.on_time]
-        before = capacity.by(np.array(starts) / NS_PER_MS)
-        jobs = [
-            Job(
-                float(done_ms) + held.work_ms,
-                held.work_ms,
-                held.query.slo.weight * factor[held.query.tenant],
-            )
-            for held, done_ms in zip(line.on_time, before, strict=True)
-        ]
-        plan = leave_out(jobs)
+        plan = self._plan(line, now_ns, capacity)
+        stand_by: set[int] = set()
         line.slack_ms = plan.slack_ms
         if not plan.left_out:
             line.planned = _Planned(now_ns, capacity, plan.slack_ms)
-        out, left_out, before_ms = set(plan.left_out), [], 0.0
+        elif hope is not None:
+            stand_by = set(plan.left_out).difference(self._plan(line, now_ns, hope).left_out)
+            if stand_by:
+                line.slack_ms = 0.0  # it is theirs
+        line.let_stand_by({line.on_time[place] for place in stand_by})
+        out, left_out, before_ms = set(plan.left_out) - stand_by, [], 0.0
         for place, held in enumerate(line.on_time):
             if place in out:
                 left_out.append((held, before_ms))
-            else:
+            elif place not in stand_by:
                 before_ms += held.work_ms
         return left_out
 
@@ -295,12 +313,29 @@ class HoldingQueue:
             assert line.on_time or line.late_ok, "an empty line has no entry"
             total_ms = sum(held.work_ms for held in self._all(line))
             assert isclose(line.work_ms, total_ms, rel_tol=1e-6, abs_tol=1e-3)
+            assert line.stand_by <= set(line.on_time)
+            stand_by_ms = sum(held.work_ms for held in line.stand_by)
+            assert isclose(line.stand_by_ms, stand_by_ms, rel_tol=1e-6, abs_tol=1e-3)
             on_time_ms = sum(held.work_ms for held in line.on_time)
             assert isclose(line.on_time_ms, on_time_ms, rel_tol=1e-6, abs_tol=1e-3)
             for lane in Lane:
                 entries = line.lane(lane)
                 assert all(held.lane is lane for held in entries)
                 assert [held.key for held in entries] == sorted(held.key for held in entries)
+
+    def _plan(self, line: _Line, now_ns: int, capacity: Capacity) -> Plan:
+        factor = self.shares.factors([held.query.tenant for held in line.on_time], now_ns)
+        starts = [(held.latest_start_ns or 0) - now_ns for held in line.on_time]
+        before = capacity.by(np.array(starts) / NS_PER_MS)
+        jobs = [
+            Job(
+                float(done_ms) + held.work_ms,
+                held.work_ms,
+                held.query.slo.weight * factor[held.query.tenant],
+            )
+            for held, done_ms in zip(line.on_time, before, strict=True)
+        ]
+        return leave_out(jobs)
 
     def _goes_first(
         self, head: HeldQuery, line: _Line, now_ns: int, is_spare: Callable[[float], bool]
@@ -309,8 +344,11 @@ class HoldingQueue:
         if (not line.on_time or line.slack_ms >= head.work_ms) and is_spare(head.work_ms):
             return True
         line.pay(now_ns)
-        is_aged = now_ns - head.since_ns >= self._ageing_ns
-        return is_aged and not line.debt_ms
+        if now_ns - head.since_ns < self._ageing_ns or line.debt_ms:
+            return False
+        weight = head.query.slo.weight
+        heavier = any(held.query.slo.weight > weight for held in line.on_time)
+        return not heavier or self.is_starving(head, now_ns)
 
     def _insert(self, held: HeldQuery) -> None:
         line = self._lines.setdefault(held.query.model, _Line())
@@ -327,6 +365,9 @@ class HoldingQueue:
         place = bisect_left(entries, held.key, key=lambda item: item.key)
         assert entries[place] is held
         del entries[place]
+        if held in line.stand_by:
+            line.stand_by.remove(held)
+            line.stand_by_ms -= held.work_ms
         line.work_ms -= held.work_ms
         line.on_time_ms -= held.work_ms if held.lane is Lane.ON_TIME else 0.0
         line.planned = None

@@ -32,9 +32,10 @@ from isthmus.router.demand import Demand
 from isthmus.router.forecast import NO_PRESS, Press
 from isthmus.router.holding import HeldQuery, HoldingQueue, Lane
 from isthmus.router.placement import Look
+from isthmus.router.reserve import Reserve
 from isthmus.router.types import RouteQuery
 from isthmus.router.verdict import Admitted, Held, Rejected, Settled, Verdict
-from isthmus.router.weighed import DECODE_FULL
+from isthmus.router.weighed import DECODE_FULL, RESERVED
 
 LAST_CHANCE = 0.25  # of the time waited so far, when no more is left
 SPEED_MEMORY_MS = 2_000.0
@@ -68,6 +69,10 @@ class Places(Protocol):
 
     def capacity(self, model: str, now_ns: int) -> Capacity: ...
 
+    def hope(self, model: str, now_ns: int) -> float: ...
+
+    def others(self, model: str, now_ns: int, chosen: InstanceId) -> tuple[float, int]: ...
+
     def elapsed_ms(self, query: RouteQuery) -> float: ...
 
     def missed(self, query: RouteQuery, obstacle: str, now_ns: int) -> None: ...
@@ -83,6 +88,7 @@ class Pool:
     started_ms: float = 0.0  # work, decaying
     started_at_ns: int = 0
     demand: Demand = field(default_factory=Demand)
+    reserve: Reserve = field(default_factory=Reserve)
 
     def started(self, work_ms: float, now_ns: int) -> None:
         """One prompt occupies one worker, however long it is."""
@@ -156,12 +162,16 @@ class Intake:
             latest_ns = None
         pool, work_ms = self._pools[query.model], weighed.work_ms
         if latest_ns is not None:
-            pool.demand.offered(work_ms, (latest_ns - now_ns) / NS_PER_MS, now_ns)
+            slack_ms = (latest_ns - now_ns) / NS_PER_MS
+            pool.demand.offered(work_ms, slack_ms, now_ns)
+            pool.reserve.offered(slo.weight, slo.quantile, slack_ms, now_ns)
         elif slo.ttft_ms is not None:
             late_look = self._places.look(query, now_ns, is_on_time=False)
             look = late_look or look
         may_start = latest_ns is not None or pool.demand.spares(work_ms, pool.num_workers, now_ns)
-        if not self._queue.num_held(query.model) and look.weighed.candidates and may_start:
+        may_start = may_start and not self._queue.num_held(query.model)
+        may_start = may_start and not self._reserved_ms(query, look, now_ns)
+        if may_start and look.weighed.candidates:
             self._queue.shares.served(query.tenant, None, weighed.work_ms, now_ns)
             is_late = latest_ns is None and slo.ttft_ms is not None
             is_degraded = is_late or look.is_infeasible
@@ -222,7 +232,9 @@ class Intake:
         capacity = self._places.capacity(model, now_ns)
         pool.ready_ms, speed = capacity.first_ms, pool.speed(now_ns)
         capacity = replace(capacity, helpers=max(0.0, speed - pool.num_workers))
-        for held, before_ms in self._queue.left_out(model, now_ns, capacity):
+        hope = max(capacity.helpers, self._places.hope(model, now_ns))
+        hoped = replace(capacity, helpers=hope)
+        for held, before_ms in self._queue.left_out(model, now_ns, capacity, hoped):
             self._places.missed(held.query, held.obstacle, now_ns)
             if held.query.slo.is_strict:
                 first_ms = held.work_ms + pool.ready_ms + before_ms / speed
@@ -294,26 +306,53 @@ class Intake:
             )
             if look is None:
                 self._give_up(held, None, now_ns, settled)
-            elif look.weighed.candidates:
-                is_late = not is_on_time and held.query.slo.ttft_ms is not None
-                is_degraded = is_late or look.is_infeasible
-                action = RouteAction.DEGRADE if is_degraded else RouteAction.QUEUE
-                admitted = self._admitted(held.query, look, action, now_ns, has_time=not is_on_time)
-                self._queue.started(held, now_ns)
-                settled.append(Settled(held.query.request_id, admitted))
+                continue
+            reserved_ms = 0.0
+            if not self._queue.is_starving(held, now_ns):
+                reserved_ms = self._reserved_ms(held.query, look, now_ns)
+            if look.weighed.candidates and not reserved_ms:
+                self._begin(held, look, now_ns, settled)
             else:
                 num_passed_over += 1
-                self._remember(model, look)
-                held.obstacle = look.weighed.obstacle
-                if is_aged and held.obstacle == DECODE_FULL:
-                    self._keep_room(held, now_ns)
-                    continue  # with a look each time, as reports of room are no news
-                again_ms = LOOK_AGAIN_MS
-                if look.weighed.ready_ms > 0:
-                    again_ms = min(again_ms, max(1.0, look.weighed.ready_ms))
-                wait_ms = min(wait_ms, again_ms)
-                held.news, held.looks_ns = news, now_ns + int(again_ms * NS_PER_MS)
+                wait_ms = min(wait_ms, self._pass_over(held, look, reserved_ms, news, now_ns))
         return wait_ms
+
+    def _begin(self, held: HeldQuery, look: Look, now_ns: int, settled: list[Settled]) -> None:
+        is_on_time = held.lane is Lane.ON_TIME
+        is_late = not is_on_time and held.query.slo.ttft_ms is not None
+        is_degraded = is_late or look.is_infeasible
+        action = RouteAction.DEGRADE if is_degraded else RouteAction.QUEUE
+        admitted = self._admitted(held.query, look, action, now_ns, has_time=not is_on_time)
+        self._queue.started(held, now_ns)
+        settled.append(Settled(held.query.request_id, admitted))
+
+    def _pass_over(
+        self, held: HeldQuery, look: Look, reserved_ms: float, news: int, now_ns: int
+    ) -> float:
+        """Milliseconds until there may be a place for it; not before that or ``news`` is it looked
+        at again."""
+        self._remember(held.query.model, look)
+        held.obstacle = RESERVED if reserved_ms else look.weighed.obstacle
+        if held.obstacle == DECODE_FULL and now_ns - held.since_ns >= self._ageing_ns:
+            self._keep_room(held, now_ns)
+            return float(LONGEST_WAIT_MS)  # with a look each time: reports of room are no news
+        again_ms, ready_ms = LOOK_AGAIN_MS, reserved_ms or look.weighed.ready_ms
+        if ready_ms > 0:
+            again_ms = min(again_ms, max(1.0, ready_ms))
+        held.news, held.looks_ns = news, now_ns + int(again_ms * NS_PER_MS)
+        return again_ms
+
+    def _reserved_ms(self, query: RouteQuery, look: Look, now_ns: int) -> float:
+        """Until it may begin on who was chosen, since heavier classes would find nobody free for
+        too long; 0 = it may, or nobody was chosen."""
+        pool, weight = self._pools[query.model], query.slo.weight
+        candidates = look.weighed.candidates
+        if not candidates or not pool.reserve.has_heavier(weight):
+            return 0.0
+        chosen = candidates[0].prefill
+        wait_ms, number = self._places.others(query.model, now_ns, chosen.view.instance_id)
+        limit_ms = pool.reserve.limit_ms(weight, number, now_ns)
+        return max(0.0, min(wait_ms, chosen.ttft_ms) - limit_ms)
 
     def _kept_from(
         self, held: HeldQuery, now_ns: int, is_spare: Callable[[float], bool]

@@ -187,6 +187,22 @@ class Placement:
             speeds.append(part.speeds)
         return Capacity(np.concatenate(waits), np.concatenate(speeds))
 
+    def hope(self, model: str, now_ns: int) -> float:
+        """How many workers more there would be if all instances that decode computed prompts."""
+        self.refresh(now_ns)
+        tables = self._table.of_model(model)
+        return float(sum(table.local.num_usable for table in tables if table.prefills.num_usable))
+
+    def others(self, model: str, now_ns: int, chosen: InstanceId) -> tuple[float, int]:
+        """As the policy's, of the tables that ``chosen`` is in."""
+        self.refresh(now_ns)
+        found = [
+            self._policy.others(table, now_ns / NS_PER_MS, chosen)
+            for table in self._table.of_model(model)
+            if chosen in table.row_of
+        ]
+        return min(wait_ms for wait_ms, _ in found), max(number for _, number in found)
+
     def missed(self, query: RouteQuery, obstacle: str, now_ns: int) -> None:
         """``query`` was given up: whatever was in its way is scarce."""
         stage = Stage.DECODE if obstacle in _OF_DECODE else Stage.PREFILL

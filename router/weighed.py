@@ -12,6 +12,7 @@ DECODE_FULL = "decode_full"  # no KV blocks or no place in the batch
 TPOT = "tpot"
 PREFILL_BUSY = "prefill_busy"
 TTFT = "ttft"
+RESERVED = "reserved"  # for classes that weigh more (``reserve``)
 
 
 @dataclass(slots=True)
