@@ -72,6 +72,7 @@ def make_specs(scenario: Scenario) -> list[InstanceSpec]:
                     link_bytes_per_ms=pool.link_gb_per_s * 1e6,
                     batching=pool.batching,
                     has_prefix_cache=pool.prefix_cache,
+                    fetch_min_tokens=_fetch_min_tokens(pool),
                     believed=believed,
                 )
             )
@@ -247,6 +248,13 @@ def _room(pool: PoolPart) -> _Room:
         max_model_len=pool.max_model_len
         or (saved.max_model_len if saved is not None else DEFAULT_MODEL_LEN),
     )
+
+
+def _fetch_min_tokens(pool: PoolPart) -> int:
+    """Who caches nothing has nowhere to put a prefix."""
+    is_chunked = pool.batching is Batching.CHUNKED
+    fetches = pool.role is Role.PREFILL and pool.prefix_cache and is_chunked
+    return pool.fetch_min_tokens if fetches else 0
 
 
 def _block_size(pool: PoolPart, saved: InstanceProfile | None) -> int:

@@ -31,6 +31,7 @@ from isthmus.sim.flight import START_NS, Flight, flight_of
 from isthmus.sim.handover import Handovers, SimInstance
 from isthmus.sim.instance import Instance
 from isthmus.sim.listener import AnyInstance
+from isthmus.sim.prefix_fetch import PrefixFetches
 from isthmus.sim.records import Record, RequestEnd
 from isthmus.sim.requests import SimRequest
 from isthmus.sim.router_ticks import RouterTicks
@@ -49,6 +50,7 @@ class ClusterSettings:
     dispatch_ms: float = 1.0  # gateway and network, before an instance has the request
     delivery_ms: float = 0.0  # network and gateway, before the client has a token
     transfer_setup_ms: float = 2.0
+    fetch_timeout_ms: float = 2_000.0
     lease_ms: float = 5_000.0
     instance_wait_ms: float = 10_000.0
     request_timeout_ms: float = 600_000.0
@@ -72,6 +74,9 @@ class SimCluster:
         self.feed = SimFeed(self.queue, self.router.state, settings.report_interval_ms)
         self.handovers = Handovers(
             self.queue, self.router, self._instance, settings.transfer_setup_ms
+        )
+        self.fetches = PrefixFetches(
+            self.queue, self.handovers.links, settings.transfer_setup_ms, settings.fetch_timeout_ms
         )
         self.records: list[Record] = []
         self.instances: dict[InstanceId, SimInstance] = {}
@@ -271,12 +276,18 @@ class SimCluster:
     def reserved(self, sequence: SimSequence) -> None:
         flight = flight_of(sequence)
         assert flight.decision is not None
+        assert flight.decision.decode is not None
         prefill = self._instance(flight.decision.prefill)
         if prefill is None:
             self.queue.at(self.queue.now_ns, self._prefill_gone, (flight, flight.decision))
             return
         flight.prefill = flight.leg(flight.record.num_tokens + 1, is_for_peer=True)
-        prefill.submit(flight.prefill)
+        missing = prefill.fetch_prefix(flight.prefill, sequence.num_computed)
+        if missing:
+            holder = self.instances[flight.decision.decode.instance_id]
+            flight.fetch = self.fetches.begin(flight.prefill, missing, holder.spec, prefill)
+        else:
+            prefill.submit(flight.prefill)
 
     def sampled(self, sequence: SimSequence) -> None:
         flight = flight_of(sequence)
@@ -390,6 +401,7 @@ class SimCluster:
 
     def _abort_legs(self, flight: Flight) -> None:
         self.handovers.cancel(flight)
+        self.fetches.cancel(flight.fetch)
         decision = flight.decision
         if decision is not None:
             for sequence, ref in (

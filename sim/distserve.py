@@ -68,6 +68,13 @@ class PromptsFirstInstance:
         self._step()
         self._listener.load_changed(self)
 
+    def fetch_prefix(self, sequence: SimSequence, num_held: int) -> int:  # noqa: ARG002
+        """Nothing: blocks are not modelled."""
+        return 0
+
+    def prefix_ended(self, sequence: SimSequence, *, has_arrived: bool) -> None:
+        raise AssertionError(f"{sequence} waits for no prefix, arrived or not ({has_arrived})")
+
     def reserve(self, sequence: SimSequence) -> None:
         self._listener.before_change(self)
         sequence.move_to(SeqState.RESERVING)

@@ -9,6 +9,7 @@ from isthmus.common.ids import InstanceId, RequestId
 from isthmus.common.types import RouteDecision
 from isthmus.router import RouteQuery
 from isthmus.sim.links import Transfer
+from isthmus.sim.prefix_fetch import Fetch
 from isthmus.sim.records import Record
 from isthmus.sim.requests import SimRequest
 from isthmus.sim.sequence import SimSequence
@@ -27,6 +28,7 @@ class Flight:
     decision: RouteDecision | None = None
     decode: SimSequence | None = None
     prefill: SimSequence | None = None
+    fetch: Fetch | None = None
     transfer: Transfer | None = None
     excluded: frozenset[InstanceId] = frozenset()
     held_until_ns: int = 0

@@ -23,6 +23,7 @@ from isthmus.sim.events import EventQueue
 from isthmus.sim.kv_pool import KvPool
 from isthmus.sim.line import Line
 from isthmus.sim.listener import Listener
+from isthmus.sim.prefix_fetch import FetchLine
 from isthmus.sim.sequence import SeqState, SimSequence
 from isthmus.sim.sequence_blocks import give_back, publish, try_take
 from isthmus.sim.spec import InstanceSpec
@@ -57,6 +58,7 @@ class Instance:
         self._reserving = Line(spec.block_size)
         self._waiting = Line(spec.block_size)
         self._arrived = Line(spec.block_size)
+        self._fetching = FetchLine(self.pool, spec.fetch_min_tokens)
         self._kept: dict[SimSequence, None] = {}  # RESERVED and HELD
         self._held_blocks = 0  # of the latter
         self._running: dict[SimSequence, None] = {}  # oldest first
@@ -80,11 +82,12 @@ class Instance:
     @property
     def num_sequences(self) -> int:
         lines = self._waiting.num_seqs + self._reserving.num_seqs + self._arrived.num_seqs
-        return lines + len(self._kept) + len(self._running)
+        return lines + len(self._fetching) + len(self._kept) + len(self._running)
 
     @property
     def num_prompts(self) -> int:
-        return self._waiting.num_prompts + sum([s.is_prompt for s in self._prefilling])
+        in_line = self._waiting.num_prompts + self._fetching.num_prompts
+        return in_line + sum([s.is_prompt for s in self._prefilling])
 
     def submit(self, sequence: SimSequence) -> None:
         """A prompt to compute here: for itself or, with ``is_for_peer``, for another instance."""
@@ -93,6 +96,28 @@ class Instance:
         sequence.added_ns = self._queue.now_ns
         self._waiting.append(sequence)
         self._came()
+
+    def fetch_prefix(self, sequence: SimSequence, num_held: int) -> int:
+        """Tokens that a peer, which has the first ``num_held``, shall send before ``sequence`` is
+        submitted (``prefix_ended``); 0 = none, submit it now."""
+        self._listener.before_change(self)
+        self._catch_up()
+        missing = self._fetching.try_enter(sequence, num_held, self._waiting.num_blocks)
+        if missing:
+            sequence.move_to(SeqState.FETCHING)
+            self._tell_cache()
+            self._listener.load_changed(self)
+        return missing
+
+    def prefix_ended(self, sequence: SimSequence, *, has_arrived: bool) -> None:
+        """What it waited for is there, or will not come."""
+        self._listener.before_change(self)
+        if has_arrived:
+            self._fetching.arrived(sequence)
+            self._tell_cache()
+        else:
+            self._fetching.leave(sequence)
+        self.submit(sequence)
 
     def reserve(self, sequence: SimSequence) -> None:
         """Blocks for a prompt that another computes; ``reserved`` is called, now or later."""
@@ -139,6 +164,8 @@ class Instance:
             self._let_out(sequence)
         elif state is SeqState.ARRIVED:
             self._arrived.remove(sequence)
+        elif state is SeqState.FETCHING:
+            self._fetching.leave(sequence)
         elif state is SeqState.WAITING:
             self._waiting.remove(sequence)
         elif state is SeqState.RESERVING:
@@ -151,6 +178,7 @@ class Instance:
         """The process dies. Returns whom it takes along, with the tokens they have got."""
         self._catch_up()
         lost = [*self._running, *self._arrived, *self._kept, *self._waiting, *self._reserving]
+        lost += self._fetching
         decodes = self._decodes
         in_leap = self._timer.is_running and not self._chunks
         done = max(decodes.grown_to, 0) if in_leap else decodes.steps
@@ -163,6 +191,7 @@ class Instance:
             part.clear()
         for line in (self._arrived, self._waiting, self._reserving):
             line.clear()
+        self._fetching.clear()
         self._held_blocks = 0
         decodes.clear()
         self.pool.clear()
@@ -173,10 +202,10 @@ class Instance:
         self._catch_up(at_ns)
         self._report_no += 1
         waiting, pool, decodes = self._waiting, self.pool, self._decodes
-        reserving, arrived = self._reserving, self._arrived
-        waiting_tokens = waiting.num_tokens + reserving.num_tokens
+        reserving, arrived, fetching = self._reserving, self._arrived, self._fetching
+        waiting_tokens = waiting.num_tokens + reserving.num_tokens + fetching.num_tokens
         computed = arrived.num_tokens - arrived.num_seqs
-        num_prompts = waiting.num_prompts
+        num_prompts = waiting.num_prompts + fetching.num_prompts
         for sequence in self._prefilling:
             done = sequence.num_computed
             waiting_tokens += sequence.num_prompt + sequence.num_generated - done
@@ -192,7 +221,7 @@ class Instance:
             epoch=self.epoch,
             seq=self._report_no,
             at_ns=at_ns,
-            waiting_seqs=waiting.num_seqs + reserving.num_seqs,
+            waiting_seqs=waiting.num_seqs + reserving.num_seqs + len(fetching),
             waiting_tokens=waiting_tokens,
             oldest_wait_ms=(at_ns - oldest_ns) / NS_PER_MS,
             running_seqs=len(self._running) + arrived.num_seqs,
@@ -211,7 +240,7 @@ class Instance:
         """AssertionError when counts disagree with the sequences. Between steps or in a leap."""
         self._catch_up()
         self.pool.check_integrity()
-        for line in (self._waiting, self._reserving, self._arrived):
+        for line in (self._waiting, self._reserving, self._arrived, self._fetching):
             line.check_integrity()
         assert self._held_blocks == sum(s.num_blocks for s in self._kept if s.is_for_peer)
         running = self._running
@@ -219,7 +248,7 @@ class Instance:
         assert self._num_aborting == sum(s.is_aborting for s in running)
         owned: set[bytes] = set()
         private = 0
-        for sequence in [*running, *self._arrived, *self._kept]:
+        for sequence in [*running, *self._arrived, *self._kept, *self._fetching]:
             owned.update(sequence.refs)
             is_decoding = sequence.state is SeqState.DECODING
             num = self._decodes.blocks_of(sequence) if is_decoding else sequence.num_blocks

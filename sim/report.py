@@ -134,7 +134,7 @@ def make_report(name: str, cluster: SimCluster, warm_up: float = 0.0) -> SimRepo
         local_share=sum(r.is_local for r in computed) / len(computed) if computed else 0.0,
         cached_share=sum(r.num_cached for r in computed)
         / max(1, sum(r.request.num_prompt for r in computed)),
-        transferred_gb=cluster.handovers.num_bytes / 1e9,
+        transferred_gb=(cluster.handovers.num_bytes + cluster.fetches.num_bytes) / 1e9,
         num_retried=sum(record.num_attempts > 1 for record in records),
         num_events=cluster.queue.num_done,
         num_reports=cluster.feed.num_reports,

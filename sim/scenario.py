@@ -67,6 +67,9 @@ class PoolPart(_Part):
     max_model_len: int = Field(0, ge=0)
     link_gb_per_s: float = Field(25.0, gt=0, description="of an instance, in each direction")
     prefix_cache: bool = True
+    fetch_min_tokens: int = Field(
+        64, ge=0, description="as `transfer.fetch_min_tokens`, of prefill instances; 0 = never"
+    )
     believed_scale: float = Field(
         1.0, gt=0, description="the router is told times that are this much longer than true"
     )

@@ -3,12 +3,13 @@
 ::
 
     NEW ─▶ WAITING ─▶ PREFILLING ─▶ DECODING ─▶ ENDED
-     │        ▲  preempted ┘  │         │
-     │        └───────────────│─────────┘
-     │                        └─▶ HELD ─▶ ENDED        prefill for another: kept until it is sent
-     └─▶ RESERVING ─▶ RESERVED ─▶ ARRIVED ─▶ DECODING  its KV comes from another
+     │      ▲  ▲  preempted ┘  │         │
+     │      │  └───────────────│─────────┘
+     │      │                  └─▶ HELD ─▶ ENDED        prefill for another: kept until it is sent
+     ├─▶ FETCHING                                       a prefix of it comes from another
+     └─▶ RESERVING ─▶ RESERVED ─▶ ARRIVED ─▶ DECODING   its KV comes from another
 
-Blocks belong to PREFILLING, DECODING, HELD, RESERVED and ARRIVED. Any state may end.
+Blocks belong to FETCHING, PREFILLING, DECODING, HELD, RESERVED and ARRIVED. Any state may end.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from isthmus.common.state_machine import Transitions
 
 class SeqState(Enum):
     NEW = "new"
+    FETCHING = "fetching"
     WAITING = "waiting"
     PREFILLING = "prefilling"
     DECODING = "decoding"
@@ -35,7 +37,8 @@ class SeqState(Enum):
 _S = SeqState
 SEQ_TRANSITIONS: Transitions[SeqState] = Transitions(
     {
-        _S.NEW: frozenset({_S.WAITING, _S.RESERVING, _S.ENDED}),
+        _S.NEW: frozenset({_S.FETCHING, _S.WAITING, _S.RESERVING, _S.ENDED}),
+        _S.FETCHING: frozenset({_S.WAITING, _S.ENDED}),
         _S.WAITING: frozenset({_S.PREFILLING, _S.ENDED}),
         _S.PREFILLING: frozenset({_S.DECODING, _S.HELD, _S.WAITING, _S.ENDED}),
         _S.DECODING: frozenset({_S.WAITING, _S.ENDED}),

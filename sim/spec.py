@@ -44,6 +44,7 @@ class InstanceSpec:
     link_bytes_per_ms: float = 25e6
     batching: Batching = Batching.CHUNKED
     has_prefix_cache: bool = True
+    fetch_min_tokens: int = 0  # as ``common.cluster.InstanceInfo``
     believed: StepModel | None = None
 
     @property
@@ -74,6 +75,7 @@ class InstanceSpec:
             connector="fake",
             latency=(self.believed or self.model).as_latency(),
             version=VERSION,
+            fetch_min_tokens=self.fetch_min_tokens,
         )
 
     def _layout(self) -> KvLayout:

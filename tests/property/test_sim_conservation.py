@@ -38,7 +38,14 @@ def build(
     asked: list[tuple[int, int, int, int, int | None]], num_blocks: int, policy: str
 ) -> SimCluster:
     specs = [
-        make_spec(name, role, num_blocks=num_blocks, max_num_batched_tokens=64, max_num_seqs=6)
+        make_spec(
+            name,
+            role,
+            num_blocks=num_blocks,
+            max_num_batched_tokens=64,
+            max_num_seqs=6,
+            fetch_min_tokens=16 if role is Role.PREFILL else 0,
+        )
         for name, role in (
             ("p0", Role.PREFILL),
             ("d0", Role.DECODE),
