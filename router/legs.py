@@ -5,19 +5,18 @@ when it is made. So that nothing is counted twice, the pending load of an instan
 report cannot contain: incoming legs, legs that became visible after the report came, and, of those
 that became visible shortly before it (``SETTLE_MS``: they may have been on their way), the newest
 ones that exceed the number of sequences the report speaks of. Older ones are surely in it: they are
-only counted. Legs are kept in the order in which they became visible, and what is added up over
-them all is whole numbers, so that sums cannot drift; times are added up anew when they are asked.
+only counted. Legs are kept in the order in which they became visible, and sums that are kept are of
+whole numbers, so that they cannot drift; times are added up anew when they are asked for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
 from isthmus.common.clock import NS_PER_MS
 from isthmus.common.ids import DecisionId, InstanceId
-from isthmus.router.reservation import NO_LIMIT, Reservation, ReservationState
+from isthmus.router.reservation import NO_LIMIT, Burden, Reservation, ReservationState
 
 SETTLE_MS = 1_000
 _NEVER_SEEN_NS = -1
@@ -48,6 +47,16 @@ class PendingLoad:
 
 
 @dataclass(slots=True)
+class _Sum:
+    """Of some legs of an instance: how many, how many of them decode there, and with how much
+    context."""
+
+    num_legs: int = 0
+    decode_seqs: int = 0
+    context_tokens: int = 0
+
+
+@dataclass(slots=True)
 class Legs:
     """Of one instance, with what its last report said. ``incoming``: prompts are computed
     elsewhere; ``recent``: visible, in that order; ``settled``: surely in its reports."""
@@ -61,8 +70,9 @@ class Legs:
     forgotten: LegsById = field(default_factory=dict)
     _limits: dict[float, int] = field(default_factory=dict)  # TPOT limit → decode legs that have it
     _incoming_context: int = 0
-    _recent_seqs: int = 0  # decode legs among ``recent`` …
-    _recent_context: int = 0  # … and what they attend to
+    _recent_sum: _Sum = field(default_factory=_Sum)
+    _new_sum: _Sum = field(default_factory=_Sum)  # of those of them that no report can contain yet
+    _new_blocks: int = 0  # of decode legs made since then, visible or not
     _seen_ns: int = _NEVER_SEEN_NS  # when the last report came …
     _seen_seqs: int = 0  # … of how many sequences it speaks …
     _num_strange: int = 0  # … and how many of them are not this router's
@@ -78,7 +88,7 @@ class Legs:
     @property
     def head(self) -> Reservation | None:
         """The prompt that is computed, if any is."""
-        return next(iter(self.prompts.values()), None)
+        return next(iter(self.prompts.values())) if self.prompts else None
 
     @property
     def pending(self) -> PendingLoad:
@@ -93,9 +103,12 @@ class Legs:
         else:
             self.incoming[leg.decision_id] = leg
             self._incoming_context += leg.burden.context_tokens
-        limit = leg.burden.tpot_limit_ms
-        if limit != NO_LIMIT and leg.decode_at == self.instance_id:
-            self._limits[limit] = self._limits.get(limit, 0) + 1
+        if leg.decode_at == self.instance_id:
+            limit = leg.burden.tpot_limit_ms
+            if limit != NO_LIMIT:
+                self._limits[limit] = self._limits.get(limit, 0) + 1
+            if leg.made_ns > self._seen_ns:
+                self._new_blocks += leg.burden.blocks
         self._pending = None
 
     def arrive(self, leg: Reservation) -> None:
@@ -131,6 +144,7 @@ class Legs:
                 self._prompt_done_ns = now_ns
         self._seen_ns, self._seen_seqs = now_ns, num_seqs
         self._num_strange = max(0, num_seqs - num_known)
+        self._count_new()
         self._pending = None
 
     def check_integrity(self) -> None:
@@ -155,9 +169,11 @@ class Legs:
         assert self._limits == {limit: limits.count(limit) for limit in limits}
         context = sum(leg.burden.context_tokens for leg in self.incoming.values())
         assert self._incoming_context == context
-        recent = [leg.burden for leg in self.recent.values() if self._decodes(leg)]
-        assert self._recent_seqs == len(recent)
-        assert self._recent_context == sum(burden.context_tokens for burden in recent)
+        new = [leg for leg in self.recent.values() if self._since_ns(leg) > self._seen_ns]
+        for kept, legs in ((self._recent_sum, self.recent.values()), (self._new_sum, new)):
+            burdens = [leg.burden for leg in legs if self._decodes(leg)]
+            context = sum(burden.context_tokens for burden in burdens)
+            assert kept == _Sum(len(legs), len(burdens), context)
 
     def _decodes(self, leg: Reservation) -> bool:
         return leg.decode_at == self.instance_id
@@ -168,12 +184,29 @@ class Legs:
 
     def _show(self, leg: Reservation) -> None:
         self.recent[leg.decision_id] = leg
-        self._count_recent(leg, 1)
+        self._count(leg, 1)
 
-    def _count_recent(self, leg: Reservation, sign: int) -> None:
-        if leg.decode_at == self.instance_id:
-            self._recent_seqs += sign
-            self._recent_context += sign * leg.burden.context_tokens
+    def _count(self, leg: Reservation, sign: int) -> None:
+        """One more, or one less, of ``recent``."""
+        is_decode = leg.decode_at == self.instance_id
+        is_new = self._since_ns(leg) > self._seen_ns
+        for kept in (self._recent_sum, self._new_sum) if is_new else (self._recent_sum,):
+            kept.num_legs += sign
+            if is_decode:
+                kept.decode_seqs += sign
+                kept.context_tokens += sign * leg.burden.context_tokens
+
+    def _count_new(self) -> None:
+        """Anew. Mostly there are none: a report that has just come is newer than all."""
+        seen_ns = self._seen_ns
+        since = takewhile(lambda leg: self._since_ns(leg) > seen_ns, reversed(self.recent.values()))
+        new = [*since]
+        decodes = [leg for leg in new if self._decodes(leg)]
+        context = sum([leg.burden.context_tokens for leg in decodes])
+        self._new_sum = _Sum(len(new), len(decodes), context)
+        coming = takewhile(lambda leg: leg.made_ns > seen_ns, reversed(self.incoming.values()))
+        made = [leg for leg in (*decodes, *coming) if leg.made_ns > seen_ns]
+        self._new_blocks = sum([leg.burden.blocks for leg in made])
 
     def _drop_prompt(self, leg: Reservation) -> None:
         self.prompts.pop(leg.decision_id, None)
@@ -183,17 +216,20 @@ class Legs:
     def _drop(self, leg: Reservation) -> bool:
         decision_id = leg.decision_id
         if self.recent.pop(decision_id, None) is not None:
-            self._count_recent(leg, -1)
+            self._count(leg, -1)
         elif self.incoming.pop(decision_id, None) is not None:
             self._incoming_context -= leg.burden.context_tokens
         elif self.settled.pop(decision_id, None) is None:
             return False
         self._drop_prompt(leg)
-        limit = leg.burden.tpot_limit_ms
-        if limit != NO_LIMIT and leg.decode_at == self.instance_id:
-            self._limits[limit] -= 1
-            if not self._limits[limit]:
-                del self._limits[limit]
+        if leg.decode_at == self.instance_id:
+            limit = leg.burden.tpot_limit_ms
+            if limit != NO_LIMIT:
+                self._limits[limit] -= 1
+                if not self._limits[limit]:
+                    del self._limits[limit]
+            if leg.made_ns > self._seen_ns:
+                self._new_blocks -= leg.burden.blocks
         return True
 
     def _forget_prompts(self, num_prompts: int, now_ns: int) -> bool:
@@ -221,61 +257,52 @@ class Legs:
 
     def _settle(self) -> None:
         settled_ns = self._seen_ns - SETTLE_MS * NS_PER_MS
-        recent = self.recent.values()
-        for leg in [*takewhile(lambda leg: self._since_ns(leg) <= settled_ns, recent)]:
+        settled: list[Reservation] = []
+        for leg in self.recent.values():
+            if self._since_ns(leg) > settled_ns:
+                break
+            settled.append(leg)
+        for leg in settled:
             self.settled[leg.decision_id] = self.recent.pop(leg.decision_id)
-            self._count_recent(leg, -1)
+            self._count(leg, -1)
 
     def _sum(self) -> PendingLoad:
         self._settle()
-        num_new, num_blocks = self._since_the_report()
-        # Of those that may be in it, as many as are too many for it.
-        num_maybe = len(self.recent) - num_new
+        new, recent = self._new_sum, self._recent_sum
+        # Of those that may be in the report, as many as are too many for it.
+        num_maybe = recent.num_legs - new.num_legs
         excess = len(self.settled) + num_maybe - self._seen_seqs
-        num_hidden = num_new + min(num_maybe, max(0, excess))
-        num_seqs, context = self._recent_seqs, self._recent_context
-        hidden: Sequence[Reservation] = ()
-        if num_hidden < len(self.recent) or self.prompts or self.forgotten:
-            hidden = self._newest(num_new, num_hidden)
-            decodes = [leg.burden.context_tokens for leg in hidden if self._decodes(leg)]
-            num_seqs, context = len(decodes), sum(decodes)
-        prefills = [leg.burden for leg in hidden if leg.state is _PREFILLING]
+        num_hidden = new.num_legs + (min(num_maybe, excess) if excess > 0 else 0)
+        prefills: list[Burden] = []
+        if self.prompts or self.forgotten or new.num_legs < num_hidden < recent.num_legs:
+            legs = self._newest(num_hidden)
+            prefills = [leg.burden for leg in legs if leg.state is _PREFILLING]
+            contexts = [leg.burden.context_tokens for leg in legs if self._decodes(leg)]
+            hidden = _Sum(num_hidden, len(contexts), sum(contexts))
+        else:
+            hidden = new if num_hidden == new.num_legs else recent
         head = self.head
         return PendingLoad(
-            prefill_seqs=len(prefills),
-            prefill_tokens=sum([burden.prefill_tokens for burden in prefills]),
-            prefill_ms=sum([burden.prefill_ms for burden in prefills]),
-            decode_seqs=num_seqs + len(self.incoming),
-            decode_context_tokens=context + self._incoming_context,
-            decode_blocks=num_blocks,
-            tightest_tpot_ms=min(self._limits, default=NO_LIMIT),
-            prompts_ms=sum([leg.burden.prefill_ms for leg in self.prompts.values()]),
-            head_ms=head.burden.prefill_ms if head is not None else 0.0,
-            head_since_ns=max(self._prompt_done_ns, head.made_ns) if head is not None else 0,
-            num_strange=self._num_strange,
+            len(prefills),
+            sum([burden.prefill_tokens for burden in prefills]),
+            sum([burden.prefill_ms for burden in prefills]),
+            hidden.decode_seqs + len(self.incoming),
+            hidden.context_tokens + self._incoming_context,
+            # They are taken before the prompt is computed, so reports contain them early.
+            self._new_blocks,
+            min(self._limits, default=NO_LIMIT),
+            sum([leg.burden.prefill_ms for leg in self.prompts.values()]),
+            head.burden.prefill_ms if head is not None else 0.0,
+            max(self._prompt_done_ns, head.made_ns) if head is not None else 0,
+            self._num_strange,
         )
 
-    def _since_the_report(self) -> tuple[int, int]:
-        """Legs that became visible since, and blocks of those made since. Blocks are taken before
-        the prompt is computed, so reports contain them early."""
-        seen_ns, num_new, num_blocks = self._seen_ns, 0, 0
-        for leg in reversed(self.recent.values()):
-            if self._since_ns(leg) <= seen_ns:
-                break
-            num_new += 1
-            if leg.made_ns > seen_ns and self._decodes(leg):
-                num_blocks += leg.burden.blocks
-        for leg in reversed(self.incoming.values()):
-            if leg.made_ns <= seen_ns:
-                break
-            num_blocks += leg.burden.blocks
-        return num_new, num_blocks
-
-    def _newest(self, num_new: int, num_hidden: int) -> Sequence[Reservation]:
-        """``num_hidden`` of the recent ones, of which ``num_new`` are in no report yet; of equally
-        new ones, those made last."""
-        recent = [*self.recent.values()]
-        num_maybe = len(recent) - num_new
-        maybe = recent[:num_maybe] if num_hidden > num_new else []
-        maybe.sort(key=lambda leg: (self._since_ns(leg), leg.number))
-        return recent[num_maybe:] + maybe[len(recent) - num_hidden :]
+    def _newest(self, num_hidden: int) -> list[Reservation]:
+        """So many of the recent ones: those that no report can contain yet and, of the others, the
+        last that became visible and, of equals, were made."""
+        legs = [*self.recent.values()]
+        num_maybe = len(legs) - self._new_sum.num_legs
+        maybe: list[Reservation] = []
+        if num_hidden > self._new_sum.num_legs:
+            maybe = sorted(legs[:num_maybe], key=lambda leg: (self._since_ns(leg), leg.number))
+        return legs[num_maybe:] + maybe[len(legs) - num_hidden :]
