@@ -52,14 +52,20 @@ ENOUGH = 0.9
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One arrangement of two cores under one policy."""
+    """One arrangement of two cores under one policy. ``told``: ``untold`` = requests do not say
+    what targets they are judged by, so that chunks of prompts fill the token budget."""
 
     shape: str
     policy: str
+    told: str = "told"
+
+    @property
+    def is_told(self) -> bool:
+        return self.told == "told"
 
     @property
     def name(self) -> str:
-        return f"{self.shape}, {self.policy}"
+        return f"{self.shape}, {self.policy}" + ("" if self.is_told else ", untold")
 
     @property
     def flags(self) -> tuple[str, ...]:
@@ -102,7 +108,8 @@ def measure(
         warm = [Call(-1 - i, 0.0, 64, 4) for i in range(2)]
         asyncio.run(_send(cluster, warm, seed + 2, targets))
         foreign = ForeignCpu()
-        records = asyncio.run(_send(cluster, calls, seed, targets))
+        told = targets if side.is_told else Targets()
+        records = asyncio.run(_send(cluster, calls, seed, told))
         foreign_share = foreign.share()
     summary = summarise(records, targets)
     print(
@@ -140,7 +147,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rates", default="0.2,0.3,0.4,0.5", help="offered, requests/s")
     parser.add_argument("--calls", type=int, default=40, help="of one run")
     parser.add_argument("--slack", type=float, default=3.0)
-    parser.add_argument("--sides", default="pair:goodput,mixed:goodput,mixed:round_robin")
+    parser.add_argument(
+        "--sides",
+        default="pair:goodput,mixed:goodput,mixed:round_robin,mixed:round_robin:untold",
+        help="shape:policy, or shape:policy:untold where requests do not name their targets",
+    )
     parser.add_argument("--ttft-ms", type=float, help="targets; default: measured")
     parser.add_argument("--tpot-ms", type=float)
     parser.add_argument("--seed", type=int, default=1)
