@@ -155,6 +155,11 @@ COMPUTED_PROMPT_TOKENS = Counter(
     "isthmus_computed_prompt_tokens", "Prompt tokens computed here", ["role", "instance"]
 )
 PREEMPTIONS = Counter("isthmus_preemptions", "Sequences preempted", ["role", "instance"])
+PACED_STEPS = Counter(
+    "isthmus_paced_steps",
+    "Steps whose prompts were cut short for the TPOT targets of sequences that decode",
+    ["role", "instance"],
+)
 TRANSFERS = Counter(
     "isthmus_kv_transfers",
     "Transfers by final state",

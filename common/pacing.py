@@ -57,7 +57,7 @@ def tokens_within(limit_ms: float, token_ms: float, pair_ms: float, computed: in
 class ChunkBudget:
     """What is left of one step for prompts: tokens, and time where somebody's pace limits it."""
 
-    __slots__ = ("_left_ms", "_pair_ms", "_token_ms", "num_tokens", "taken_ms")
+    __slots__ = ("_left_ms", "_pair_ms", "_token_ms", "is_cut", "num_tokens", "taken_ms")
 
     def __init__(
         self, num_tokens: int, left_ms: float = inf, token_ms: float = 0.0, pair_ms: float = 0.0
@@ -65,6 +65,7 @@ class ChunkBudget:
         """``token_ms``, ``pair_ms``: coefficients of a prompt's time, where they are known."""
         self.num_tokens = num_tokens
         self.taken_ms = 0.0
+        self.is_cut = False  # a chunk would have been longer but for the time
         self._left_ms = left_ms
         self._token_ms = token_ms
         self._pair_ms = pair_ms
@@ -78,7 +79,8 @@ class ChunkBudget:
         count = min(num_left, self.num_tokens)
         if self._left_ms < inf:
             fitting = tokens_within(self._left_ms, self._token_ms, self._pair_ms, num_computed)
-            count = max(1, int(min(count, fitting)))
+            if fitting < count:
+                count, self.is_cut = max(1, int(fitting)), True
         took_ms = (self._token_ms + self._pair_ms * (num_computed + count / 2)) * count
         self._left_ms -= took_ms
         self.taken_ms += took_ms

@@ -47,6 +47,7 @@ class StepPlan:
     num_prefill_tokens: int
     num_decode_tokens: int
     num_preempted: int
+    is_paced: bool = False  # its prompts were cut short for its decodes
 
 
 class _MustPreemptError(Exception):
@@ -141,7 +142,7 @@ class Scheduler:
         if not decodes and not chunks:
             return None
         self._pacer.planned(budget if chunks else None)
-        return self._commit(decodes, chunks)
+        return self._commit(decodes, chunks, is_paced=budget.is_cut)
 
     def _budget(self, decodes: list[Sequence], *, has_prompts: bool) -> ChunkBudget:
         num_tokens = self._token_budget - len(decodes)
@@ -150,7 +151,9 @@ class Scheduler:
         coming_ms = min(self._coming.values(), default=inf)
         return self._pacer.budget(num_tokens, decodes, coming_ms, is_idle=self._can_preempt)
 
-    def _commit(self, decodes: list[Sequence], chunks: list[tuple[Sequence, int]]) -> StepPlan:
+    def _commit(
+        self, decodes: list[Sequence], chunks: list[tuple[Sequence, int]], *, is_paced: bool
+    ) -> StepPlan:
         """From here on the tokens of the step count as in flight."""
         # The last token of a prompt, alone in its chunk, runs like a decode but is none.
         num_last = sum(s.num_expected_tokens == len(s.request.token_ids) for s in decodes)
@@ -166,6 +169,7 @@ class Scheduler:
             num_prefill_tokens=sum(count for _, count in chunks) + num_last,
             num_decode_tokens=len(decodes) - num_last,
             num_preempted=self._num_preempted,
+            is_paced=is_paced,
         )
         self._next_step_id += 1
         self._num_preempted = 0

@@ -123,6 +123,7 @@ class Steps:
             num_prefill_tokens=flight.plan.num_prefill_tokens,
             num_decode_tokens=flight.plan.num_decode_tokens,
             num_preempted=flight.plan.num_preempted,
+            is_paced=flight.plan.is_paced,
         )
 
     def watch(self, on_launch: Callable[[StepLaunch], None]) -> None:

@@ -74,6 +74,7 @@ class StepOutput:
     num_prefill_tokens: int
     num_decode_tokens: int
     num_preempted: int = 0
+    is_paced: bool = False  # prompts were cut short for the TPOT targets of decodes
 
 
 @dataclass(frozen=True, slots=True)

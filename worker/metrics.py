@@ -35,6 +35,7 @@ _EXPORTED = (
     metrics.WAITING_SEQS,
     metrics.COMPUTED_PROMPT_TOKENS,
     metrics.PREEMPTIONS,
+    metrics.PACED_STEPS,
     metrics.TRANSFERS,
     metrics.TRANSFERS_OPEN,
     metrics.TRANSFER_BYTES,
@@ -87,6 +88,7 @@ class InstanceMetrics:
         self._decode_tokens = metrics.STEP_TOKENS.labels(*self._labels, "decode")
         self._computed = metrics.COMPUTED_PROMPT_TOKENS.labels(*self._labels)
         self._preempted = metrics.PREEMPTIONS.labels(*self._labels)
+        self._paced = metrics.PACED_STEPS.labels(*self._labels)
         self._aborted = metrics.ABORTED.labels(*self._labels)
         self._exposed = metrics.KV_EXPOSED.labels(*self._labels)
         self._expired = metrics.HOLD_EXPIRED.labels(*self._labels)
@@ -111,6 +113,8 @@ class InstanceMetrics:
             self._decode_tokens.observe(output.num_decode_tokens)
         if output.num_preempted:
             self._preempted.inc(output.num_preempted)
+        if output.is_paced:
+            self._paced.inc()
 
     def state_changed(self, state: InstanceState) -> None:
         self._up.set(1 if state is InstanceState.READY else 0)

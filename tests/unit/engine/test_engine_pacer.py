@@ -87,7 +87,9 @@ def test_a_prompt_beside_a_decode_keeps_to_its_pace() -> None:
     bench.wait("prompt", 600)
     sizes = []
     while sum(sizes) < 600:
-        sizes.append(bench.step().num_prefill_tokens)
+        plan = bench.step()
+        sizes.append(plan.num_prefill_tokens)
+        assert plan.is_paced == (sum(sizes) < 600)
     elapsed_ms = (bench.clock.monotonic_ns() - began_ns) / 1e6
     per_token = elapsed_ms / (resident.num_tokens - resident.paced_from_tokens)
     assert per_token <= PACE * TARGET + 1.0
@@ -98,7 +100,9 @@ def test_a_prompt_beside_a_decode_keeps_to_its_pace() -> None:
 def test_a_prompt_alone_takes_the_whole_budget() -> None:
     bench = Bench()
     bench.wait("prompt", 600)
-    assert bench.step().num_prefill_tokens == BUDGET
+    plan = bench.step()
+    assert plan.num_prefill_tokens == BUDGET
+    assert not plan.is_paced
 
 
 @pytest.mark.parametrize("target_ms", [None, TARGET])
@@ -138,6 +142,20 @@ def test_a_target_that_no_step_can_keep_starves_no_prompt() -> None:
             break
     assert not bench.scheduler.waiting
     assert all(s.num_uncomputed_tokens <= 1 for s in bench.scheduler.running)
+
+
+def test_a_step_behind_one_in_flight_is_due_when_that_has_ended() -> None:
+    bench = Bench()
+    resident = bench.arrive("resident")
+    bench.wait("prompt", 600)
+    first = bench.scheduler.schedule()
+    assert first is not None
+    assert first.num_prefill_tokens == pytest.approx(70, abs=1)
+    # The first is expected to end in time for one token; the next may take as long again.
+    second = bench.scheduler.schedule(can_preempt=False)
+    assert second is not None
+    assert resident in second.scheduled
+    assert second.num_prefill_tokens == pytest.approx(70, abs=2)
 
 
 def test_steps_slower_than_expected_get_smaller_chunks() -> None:
