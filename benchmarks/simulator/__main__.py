@@ -8,7 +8,8 @@
     make bench ARGS="simulator table --profiles DIR --traces DIR --out DIR --policies goodput ..."
     make bench ARGS="simulator speed --profiles DIR --traces DIR [--instances 64 1024 10000]"
 
-``table`` bisects too, keeps every run in ``--out`` and goes on where it was interrupted.
+``table`` bisects too, keeps every run in ``--out`` and goes on where it was interrupted. Each takes
+the options that it has a use for and refuses the others.
 ``DIR``s hold the published profiles and traces, which are not part of the repository.
 """
 
@@ -24,7 +25,7 @@ from benchmarks.cluster import OUT
 from benchmarks.simulator.reference import MAX_DIFFERENCE, compare, plan, their_goodput
 from benchmarks.simulator.scale import Load, at_a_rate, goodputs, scenario_of, speed
 from benchmarks.simulator.sheet import write
-from benchmarks.simulator.table import Cell, Point, Runs, cells, fill
+from benchmarks.simulator.table import KINDS, Cell, Point, Runs, cells, fill
 from isthmus.common.config import LoggingConfig
 from isthmus.common.errors import ConfigError
 from isthmus.common.logging import configure_logging
@@ -95,7 +96,8 @@ def run_scale(args: argparse.Namespace) -> dict[str, Any]:
 
 def run_points(args: argparse.Namespace) -> dict[str, Any]:
     """Attainment of each policy at each of some rates: what ``scale`` bisects."""
-    profile, kinds = args.profiles / "splitwise_perf_model.csv", tuple(args.kinds)
+    profile = args.profiles / "splitwise_perf_model.csv"
+    kinds = tuple(args.kinds or ["a100"])
     results: list[dict[str, Any]] = []
     for name in args.loads:
         load = loads(args.traces)[name]
@@ -127,7 +129,8 @@ def run_table(args: argparse.Namespace) -> dict[str, Any]:
         except ConfigError as error:
             print(error.message)
 
-    wanted = cells(args.loads, args.instances, args.policies, args.parts)
+    kinds = [tuple(args.kinds)] if args.kinds else KINDS
+    wanted = cells(args.loads, kinds, args.instances, args.policies, args.parts)
     fill(runs, wanted, loads(args.traces), profile, on_point, on_cell)
     return {"folder": str(args.out)}
 
@@ -153,27 +156,54 @@ RUNS = {
     "table": run_table,
     "speed": run_speed,
 }
+TRACES = {"traces", "instances", "loads", "policies"}
+TAKEN = {
+    "reference": {"colocated"},
+    "scale": TRACES | {"requests", "copies", "tolerance"},
+    "points": TRACES | {"requests", "copies", "kinds", "rates"},
+    "table": TRACES | {"kinds", "parts", "out"},
+    "speed": TRACES | {"requests", "copies"},
+}
+"""Options beside ``--profiles`` and ``--save``, which all take."""
 
 
-def main() -> None:
+def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Of the command line, unless others are given. Ends the process when there is one that the
+    run would ignore."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("what", choices=list(RUNS))
     parser.add_argument("--profiles", type=Path, required=True, help="folder")
-    parser.add_argument("--traces", type=Path, default=Path(), help="folder")
-    parser.add_argument("--colocated", type=Path, help="DistServe's profile of vLLM, JSON")
-    parser.add_argument("--instances", type=int, nargs="+", default=[64])
-    parser.add_argument("--kinds", nargs="+", default=["a100"], help="of GPU, for points")
-    parser.add_argument("--rates", type=float, nargs="+", default=[], help="for points")
-    parser.add_argument("--loads", nargs="+", default=["mooncake", "azure"])
-    parser.add_argument("--policies", nargs="+", default=POLICIES,
-                        help="the last one is held up; of table the first")  # fmt: skip
-    parser.add_argument("--requests", type=int, default=0, help="of a trace, at most; 0 = all")
-    parser.add_argument("--copies", type=int, default=1)
-    parser.add_argument("--tolerance", type=float, default=0.05)
-    parser.add_argument("--parts", type=int, nargs="+", default=[0], help="of a trace, for table")
-    parser.add_argument("--out", type=Path, default=OUT / "scale", help="folder, for table")
     parser.add_argument("--save", type=Path, help="JSON")
-    args = parser.parse_args()
+    options: dict[str, tuple[Any, dict[str, Any]]] = {
+        "traces": (Path(), {"type": Path, "help": "folder"}),
+        "colocated": (None, {"type": Path, "help": "DistServe's profile of vLLM, JSON"}),
+        "instances": ([64], {"type": int, "nargs": "+"}),
+        "kinds": ([], {"nargs": "+", "help": "of GPU, side by side"}),
+        "rates": ([], {"type": float, "nargs": "+"}),
+        "loads": (["mooncake", "azure"], {"nargs": "+"}),
+        "policies": (
+            POLICIES,
+            {"nargs": "+", "help": "the last is held up; of table the first"},
+        ),
+        "requests": (0, {"type": int, "help": "of a trace, at most; 0 = all"}),
+        "copies": (1, {"type": int}),
+        "tolerance": (0.05, {"type": float}),
+        "parts": ([0], {"type": int, "nargs": "+", "help": "of a trace"}),
+        "out": (OUT / "scale", {"type": Path, "help": "folder"}),
+    }
+    for name, (_, how) in options.items():
+        parser.add_argument(f"--{name}", **how)
+    args = parser.parse_args(arguments)
+    for name, (default, _) in options.items():
+        if getattr(args, name) is None:
+            setattr(args, name, default)
+        elif name not in TAKEN[args.what]:
+            parser.error(f"{args.what} has no use for --{name}")
+    return args
+
+
+def main() -> None:
+    args = parsed()
     configure_logging(LoggingConfig(level="error"))
     result = RUNS[args.what](args)
     if args.save:

@@ -150,12 +150,16 @@ def known(points: Sequence[Point]) -> Known:
 
 
 def cells(
-    loads: Iterable[str], sizes: Iterable[int], policies: Sequence[str], parts: Iterable[int]
+    loads: Iterable[str],
+    kinds: Iterable[Sequence[str]],
+    sizes: Iterable[int],
+    policies: Sequence[str],
+    parts: Iterable[int],
 ) -> Iterator[Cell]:
     """The most telling first: small clusters, the first part of a trace."""
-    for size, part, load, kinds in product(sizes, parts, loads, KINDS):
+    for size, part, load, together in product(sizes, parts, loads, kinds):
         for policy in policies:
-            yield Cell(load, "+".join(kinds), size, policy, part)
+            yield Cell(load, "+".join(together), size, policy, part)
 
 
 def num_calls(cell: Cell) -> int:

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.simulator.__main__ import parsed
 from benchmarks.simulator.scale import Load
 from benchmarks.simulator.sheet import as_markdown
 from benchmarks.simulator.table import (
+    KINDS,
     STEP,
     Cell,
     Known,
@@ -82,7 +84,9 @@ def test_what_was_run_is_not_run_again(tmp_path: Path) -> None:
 
 
 def test_small_clusters_come_first() -> None:
-    wanted = list(cells(["azure", "mooncake"], [64, 256], ["goodput", "round_robin"], [0, 1]))
+    wanted = list(
+        cells(["azure", "mooncake"], KINDS, [64, 256], ["goodput", "round_robin"], [0, 1])
+    )
     assert len(wanted) == len(set(wanted)) == 32
     assert [cell.instances for cell in wanted] == [64] * 16 + [256] * 16
     assert [cell.part for cell in wanted[:16]] == [0] * 8 + [1] * 8
@@ -129,3 +133,20 @@ def test_a_table_names_what_each_policy_holds(
         f"| azure | a100 | 64 | 1 | {rates['goodput']:.3g}/s | {rates['round_robin']:.3g}/s "
         f"| {share:.2f} |"
     )
+
+
+@pytest.mark.parametrize(
+    "given",
+    [("table", "--rates", "5"), ("points", "--parts", "1"), ("reference", "--loads", "azure")],
+)
+def test_an_option_that_would_be_ignored_is_refused(
+    given: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parsed([*given, "--profiles", "/nowhere"])
+    assert f"{given[0]} has no use for {given[1]}" in capsys.readouterr().err
+
+
+def test_an_option_that_is_not_given_has_its_usual_value() -> None:
+    args = parsed(["table", "--profiles", "/nowhere", "--kinds", "a100", "h100"])
+    assert (args.kinds, args.instances, args.parts) == (["a100", "h100"], [64], [0])
