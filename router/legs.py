@@ -55,6 +55,12 @@ class _Sum:
     decode_seqs: int = 0
     context_tokens: int = 0
 
+    def count(self, leg: Reservation, sign: int, *, is_decode: bool) -> None:
+        self.num_legs += sign
+        if is_decode:
+            self.decode_seqs += sign
+            self.context_tokens += sign * leg.burden.context_tokens
+
 
 @dataclass(slots=True)
 class Legs:
@@ -189,24 +195,24 @@ class Legs:
     def _count(self, leg: Reservation, sign: int) -> None:
         """One more, or one less, of ``recent``."""
         is_decode = leg.decode_at == self.instance_id
-        is_new = self._since_ns(leg) > self._seen_ns
-        for kept in (self._recent_sum, self._new_sum) if is_new else (self._recent_sum,):
-            kept.num_legs += sign
-            if is_decode:
-                kept.decode_seqs += sign
-                kept.context_tokens += sign * leg.burden.context_tokens
+        self._recent_sum.count(leg, sign, is_decode=is_decode)
+        if self._since_ns(leg) > self._seen_ns:
+            self._new_sum.count(leg, sign, is_decode=is_decode)
 
     def _count_new(self) -> None:
-        """Anew. Mostly there are none: a report that has just come is newer than all."""
-        seen_ns = self._seen_ns
-        since = takewhile(lambda leg: self._since_ns(leg) > seen_ns, reversed(self.recent.values()))
-        new = [*since]
-        decodes = [leg for leg in new if self._decodes(leg)]
-        context = sum([leg.burden.context_tokens for leg in decodes])
-        self._new_sum = _Sum(len(new), len(decodes), context)
-        coming = takewhile(lambda leg: leg.made_ns > seen_ns, reversed(self.incoming.values()))
-        made = [leg for leg in (*decodes, *coming) if leg.made_ns > seen_ns]
-        self._new_blocks = sum([leg.burden.blocks for leg in made])
+        """Anew: mostly there are none, as a report that has just come is newer than all."""
+        self._new_sum, self._new_blocks, seen_ns = _Sum(), 0, self._seen_ns
+        for leg in reversed(self.recent.values()):
+            if self._since_ns(leg) <= seen_ns:
+                break
+            is_decode = leg.decode_at == self.instance_id
+            self._new_sum.count(leg, 1, is_decode=is_decode)
+            if is_decode and leg.made_ns > seen_ns:
+                self._new_blocks += leg.burden.blocks
+        for leg in reversed(self.incoming.values()):
+            if leg.made_ns <= seen_ns:
+                break
+            self._new_blocks += leg.burden.blocks
 
     def _drop_prompt(self, leg: Reservation) -> None:
         self.prompts.pop(leg.decision_id, None)
