@@ -119,7 +119,7 @@ QUERIES_HELD = Gauge(
 HOLDS = Counter(
     "isthmus_router_holds",
     "Queries that had to wait, by what was in the way (in_line, prefill_busy, decode_full, ttft, "
-    "tpot, no_decode_instance, reserved for heavier classes)",
+    "tpot, no_decode_instance, reserved)",
     ["reason"],
 )
 PREDICTION_COVERAGE = Gauge(
