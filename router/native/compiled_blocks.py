@@ -1,4 +1,4 @@
-"""``blocks.Blocks`` compiled: about 40 bytes a block, and one call for all blocks of a prompt."""
+"""``blocks.Blocks`` compiled: about 50 bytes a block, and one call for all blocks of a prompt."""
 
 from __future__ import annotations
 
