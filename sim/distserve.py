@@ -23,7 +23,7 @@ MAX_DECODE_TOKENS = 50_000  # of one decode step
 
 
 class PromptsFirstInstance:
-    """The interface of ``Instance``."""
+    """A ``SimInstance``."""
 
     def __init__(
         self,
