@@ -170,8 +170,8 @@ class Intake:
             look = late_look or look
         may_start = latest_ns is not None or pool.demand.spares(work_ms, pool.num_workers, now_ns)
         may_start = may_start and not self._queue.num_held(query.model)
-        may_start = may_start and not self._reserved_ms(query, look, now_ns)
-        if may_start and look.weighed.candidates:
+        is_reserved = may_start and self._reserved_ms(query, look, now_ns) > 0
+        if may_start and look.weighed.candidates and not is_reserved:
             self._queue.shares.served(query.tenant, None, weighed.work_ms, now_ns)
             is_late = latest_ns is None and slo.ttft_ms is not None
             is_degraded = is_late or look.is_infeasible
@@ -187,7 +187,8 @@ class Intake:
             return self._rejected(query, error, now_ns)
         self._queue.enter(query, weighed.work_ms, latest_ns, now_ns, deadline_ns)
         self._next_tick_ns = self._tick_after_entry(query.model, now_ns)
-        metrics.HOLDS.labels(reason=look.weighed.obstacle or "in_line").inc()
+        obstacle = RESERVED if is_reserved else look.weighed.obstacle
+        metrics.HOLDS.labels(reason=obstacle or "in_line").inc()
         return Held(query.request_id, latest_ns)
 
     def cancel(self, request_id: RequestId) -> bool:

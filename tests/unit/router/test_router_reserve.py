@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from isthmus.common import metrics
 from isthmus.common.clock import NS_PER_MS
 from isthmus.common.ids import RequestId
 from isthmus.common.types import Slo
@@ -127,5 +128,8 @@ def test_a_long_light_prompt_waits_while_the_other_instance_has_one(has_heavy: b
         cluster.router.report(verdict.decision.decision_id, Outcome.finished())
         cluster.clock.advance_ms(100)
     assert isinstance(submit("first", 2_000, LIGHT), Admitted)
+    holds = metrics.HOLDS.labels(reason="reserved")
+    before = holds._value.get()
     second = submit("second", 2_000, LIGHT)
     assert isinstance(second, Held) is has_heavy
+    assert holds._value.get() - before == has_heavy
