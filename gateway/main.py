@@ -73,8 +73,7 @@ async def serve(
     async with AsyncExitStack() as stack:
         registry = EmbeddedRegistryClient(args.registry)
         stack.push_async_callback(registry.close)
-        if not config.has_router_processes:
-            await asyncio.to_thread(native.prepare)
+        await asyncio.to_thread(native.prepare)
         routing = Routing(args, registry)
         gateway = build_gateway(config, model, routing.router, routing.decider, SystemClock())
         server = HttpServer(create_app(gateway), config.lifecycle.drain_ms / MS_PER_S)
