@@ -173,7 +173,7 @@ class HoldingQueue:
         self._num_entered += 1
         self._held[query.request_id] = held
         self._insert(held)
-        self._next_expiry_ns = _earlier(self._next_expiry_ns, expires_ns)
+        self._next_expiry_ns = earlier(self._next_expiry_ns, expires_ns)
         return held
 
     def remove(self, request_id: RequestId) -> HeldQuery | None:
@@ -256,7 +256,7 @@ class HoldingQueue:
         for held in self._held.values():
             if held.expires_ns is not None and held.expires_ns <= now_ns:
                 ended.append(held)
-            self._next_expiry_ns = _earlier(self._next_expiry_ns, held.expires_ns)
+            self._next_expiry_ns = earlier(self._next_expiry_ns, held.expires_ns)
         return ended
 
     def left_out(
@@ -301,7 +301,7 @@ class HoldingQueue:
         first = self._next_expiry_ns
         for line in self._lines.values():
             if line.on_time:
-                first = _earlier(first, line.on_time[0].latest_start_ns)
+                first = earlier(first, line.on_time[0].latest_start_ns)
         return first
 
     def check_integrity(self) -> None:
@@ -383,7 +383,7 @@ class HoldingQueue:
         return [*line.on_time, *line.late_ok]
 
 
-def _earlier(one: int | None, other: int | None) -> int | None:
+def earlier(one: int | None, other: int | None) -> int | None:
     """None = never."""
     if one is None or other is None:
         return other if one is None else one

@@ -30,7 +30,7 @@ from isthmus.common.types import RouteAction, RouteDecision
 from isthmus.router.capacity import Capacity
 from isthmus.router.demand import Demand
 from isthmus.router.forecast import NO_PRESS, Press
-from isthmus.router.holding import HeldQuery, HoldingQueue, Lane
+from isthmus.router.holding import HeldQuery, HoldingQueue, Lane, earlier
 from isthmus.router.placement import Look
 from isthmus.router.reserve import Reserve
 from isthmus.router.types import RouteQuery
@@ -420,8 +420,8 @@ class Intake:
             return now_ns
         next_ns = self._next(now_ns, min(LONGEST_WAIT_MS, max(1.0, soonest_ms)))
         if self._queue.has_on_time(model):
-            next_ns = _earlier(next_ns, max(now_ns, self._pools[model].plans_ns))
-        return _earlier(self._next_tick_ns, next_ns)
+            next_ns = earlier(next_ns, max(now_ns, self._pools[model].plans_ns))
+        return earlier(self._next_tick_ns, next_ns)
 
     def _next(self, now_ns: int, wait_ms: float) -> int | None:
         if not len(self._queue):
@@ -431,12 +431,6 @@ class Intake:
         if change_ns is not None:
             next_ns = min(next_ns, max(change_ns, now_ns + NS_PER_MS))
         return next_ns
-
-
-def _earlier(one: int | None, other: int | None) -> int | None:
-    if one is None or other is None:
-        return other if one is None else one
-    return min(one, other)
 
 
 def _is_last_chance(held: HeldQuery, now_ns: int) -> bool:
