@@ -90,7 +90,7 @@ class _Line:
     late_ok: list[HeldQuery] = field(default_factory=list)
     work_ms: float = 0.0  # of all in both lanes …
     on_time_ms: float = 0.0  # … and in ON_TIME …
-    stand_by: set[HeldQuery] = field(default_factory=set)  # … of which these may not be begun
+    stand_by: set[HeldQuery] = field(default_factory=set)  # … of which these stand by
     stand_by_ms: float = 0.0
     slack_ms: float = NEVER_LATE  # work that ON_TIME had time for, when it was last planned
     planned: _Planned | None = None  # when that left nobody out, and nobody came or went since
