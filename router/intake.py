@@ -27,6 +27,7 @@ from isthmus.common.errors import (
 )
 from isthmus.common.ids import InstanceId, RequestId
 from isthmus.common.types import RouteAction, RouteDecision
+from isthmus.router.binding_round import BindingRound
 from isthmus.router.capacity import Capacity
 from isthmus.router.demand import Demand
 from isthmus.router.forecast import NO_PRESS, Press
@@ -41,7 +42,6 @@ LAST_CHANCE = 0.25  # of the time waited so far, when no more is left
 SPEED_MEMORY_MS = 2_000.0
 SPEED_MEMORY_PROMPTS = 4.0  # at least so many mean prompts
 PLAN_MS = 10  # between two looks at who must be left out
-MAX_PASSED_OVER = 4  # queries that find no place, before the rest of a line is not asked
 LONGEST_WAIT_MS = 50  # for news that does not come
 LOOK_AGAIN_MS = 100.0  # at one that found no place, where nothing has made room
 
@@ -279,44 +279,47 @@ class Intake:
     def _bind(self, model: str, now_ns: int, settled: list[Settled]) -> float:
         """Binds in order as far as there is room; milliseconds until there may be more."""
         pool = self._pools[model]
-        num_passed_over, wait_ms = 0, float(LONGEST_WAIT_MS)
+        walk = BindingRound(float(LONGEST_WAIT_MS))
 
         def is_spare(work_ms: float) -> bool:
             return pool.demand.spares(work_ms, pool.num_workers, now_ns)
 
         for held in self._queue.in_order(model, now_ns, is_spare):
+            is_starving = self._queue.is_starving(held, now_ns)
+            if walk.stops(held) and not is_starving:
+                continue
             soonest_ms = self._places.soonest_start_ms(model, now_ns)
             if 0 < soonest_ms < float("inf"):
                 return max(1.0, soonest_ms)
-            if num_passed_over >= MAX_PASSED_OVER:
+            if walk.is_over:
                 break
             news = self._places.num_news(now_ns)
             if held.news == news and now_ns < held.looks_ns:
-                num_passed_over += 1
+                walk.passed(held, (held.looks_ns - now_ns) / NS_PER_MS)
                 continue
-            is_on_time = held.lane is Lane.ON_TIME
-            is_aged = now_ns - held.since_ns >= self._ageing_ns
-            look = self._places.look(
-                held.query,
-                now_ns,
-                is_on_time=is_on_time,
-                is_aged=is_aged and not is_on_time,
-                is_last_chance=_is_last_chance(held, now_ns),
-                left_alone=self._kept_from(held, now_ns, is_spare),
-                press=self._press(model, held),
-            )
+            look = self._look(held, is_spare, now_ns)
             if look is None:
                 self._give_up(held, None, now_ns, settled)
                 continue
-            reserved_ms = 0.0
-            if not self._queue.is_starving(held, now_ns):
-                reserved_ms = self._reserved_ms(held.query, look, now_ns)
+            reserved_ms = 0.0 if is_starving else self._reserved_ms(held.query, look, now_ns)
             if look.weighed.candidates and not reserved_ms:
                 self._begin(held, look, now_ns, settled)
             else:
-                num_passed_over += 1
-                wait_ms = min(wait_ms, self._pass_over(held, look, reserved_ms, news, now_ns))
-        return wait_ms
+                walk.passed(held, self._pass_over(held, look, reserved_ms, news, now_ns))
+        return walk.wait_ms
+
+    def _look(self, held: HeldQuery, is_spare: Callable[[float], bool], now_ns: int) -> Look | None:
+        is_on_time = held.lane is Lane.ON_TIME
+        is_aged = now_ns - held.since_ns >= self._ageing_ns
+        return self._places.look(
+            held.query,
+            now_ns,
+            is_on_time=is_on_time,
+            is_aged=is_aged and not is_on_time,
+            is_last_chance=_is_last_chance(held, now_ns),
+            left_alone=self._kept_from(held, now_ns, is_spare),
+            press=self._press(held.query.model, held),
+        )
 
     def _begin(self, held: HeldQuery, look: Look, now_ns: int, settled: list[Settled]) -> None:
         is_on_time = held.lane is Lane.ON_TIME
