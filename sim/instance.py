@@ -89,7 +89,8 @@ class Instance:
         self._listener.before_change(self)
         self._catch_up()
         lines = self._lines
-        missing = lines.fetching.try_enter(sequence, num_held, lines.waiting.num_blocks)
+        keep_free = lines.waiting.num_blocks + self._scheduler.kept_to_grow
+        missing = lines.fetching.try_enter(sequence, num_held, keep_free)
         if missing:
             sequence.move_to(SeqState.FETCHING)
             self._tell_cache()
@@ -177,7 +178,9 @@ class Instance:
         """Decides and starts the next step, or the next leap; does nothing when nobody can run."""
         if self._is_settling:
             return
-        self._chunks = self._scheduler.plan(self._queue.now_ns)
+        slowness = self.slowness  # an engine has learned of it by now
+        model = self._model if slowness == 1.0 else self._model.scaled(slowness)
+        self._chunks = self._scheduler.plan(self._queue.now_ns, model)
         if self._chunks:
             self._start_step()
         elif self._decodes.num_seqs:

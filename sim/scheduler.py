@@ -19,6 +19,7 @@ from isthmus.sim.pacer import paced_budget
 from isthmus.sim.sequence import SeqState, SimSequence
 from isthmus.sim.sequence_blocks import give_back, publish, try_take
 from isthmus.sim.spec import InstanceSpec
+from isthmus.sim.step_model import StepModel
 
 Chunk = tuple[SimSequence, int]
 """A sequence, and how many tokens of its prompt a step computes."""
@@ -43,13 +44,19 @@ class Scheduler:
         """For one more in the batch."""
         return len(self.running) < self._spec.max_num_seqs
 
+    @property
+    def kept_to_grow(self) -> int:
+        """Blocks that newcomers leave to those who run."""
+        return self._spec.watermark_blocks if self.running else 0
+
     # --- a step ----------------------------------------------------------------------------------
 
-    def plan(self, now_ns: int) -> list[Chunk]:
-        """Whoever can enters, and the decodes get blocks for the next step. Returns its chunks."""
+    def plan(self, now_ns: int, model: StepModel) -> list[Chunk]:
+        """Whoever can enters, and the decodes get blocks for the next step. Returns its chunks.
+        ``model``: how long steps take at present."""
         self._grow_decodes()
         self._enter_all_arrived()
-        budget = self._budget(now_ns)
+        budget = self._budget(now_ns, model)
         chunks: list[Chunk] = []
         for sequence in self.prefilling:
             if budget.is_spent:
@@ -171,12 +178,13 @@ class Scheduler:
 
     # --- entering and leaving --------------------------------------------------------------------
 
-    def _budget(self, now_ns: int) -> ChunkBudget:
+    def _budget(self, now_ns: int, model: StepModel) -> ChunkBudget:
         decodes, lines = self.decodes, self.lines
         num_tokens = self._spec.max_num_batched_tokens - decodes.num_seqs
-        if not self.prefilling and lines.waiting.head is None:
+        may_enter = lines.waiting.head is not None and self.has_room
+        if not self.prefilling and not may_enter:
             return ChunkBudget(num_tokens)
-        return paced_budget(self._spec.model, num_tokens, decodes, self.running, lines.kept, now_ns)
+        return paced_budget(model, num_tokens, decodes, self.running, lines.kept, now_ns)
 
     def _enter_all_arrived(self) -> None:
         """Before chunks of prompts; the last place goes to the older of the two lines' heads."""
@@ -197,8 +205,7 @@ class Scheduler:
         sequence = self.lines.waiting.head
         if sequence is None:
             return None
-        keep_free = self._spec.watermark_blocks if self.running else 0
-        if not try_take(self.pool, sequence, keep_free):
+        if not try_take(self.pool, sequence, self.kept_to_grow):
             return None
         self.lines.waiting.pop_head()
         sequence.move_to(SeqState.PREFILLING)
