@@ -43,6 +43,7 @@ SPEED_MEMORY_MS = 2_000.0
 SPEED_MEMORY_PROMPTS = 4.0  # at least so many mean prompts
 PLAN_MS = 10  # between two looks at who must be left out
 LONGEST_WAIT_MS = 50  # for news that does not come
+LEAST_WAIT_MS = 1.0
 LOOK_AGAIN_MS = 100.0  # at one that found no place, where nothing has made room
 
 
@@ -290,7 +291,7 @@ class Intake:
                 continue
             soonest_ms = self._places.soonest_start_ms(model, now_ns)
             if 0 < soonest_ms < float("inf"):
-                return max(1.0, soonest_ms)
+                return soonest_ms
             if walk.is_over:
                 break
             news = self._places.num_news(now_ns)
@@ -342,7 +343,7 @@ class Intake:
             return float(LONGEST_WAIT_MS)  # with a look each time: reports of room are no news
         again_ms, ready_ms = LOOK_AGAIN_MS, reserved_ms or look.weighed.ready_ms
         if ready_ms > 0:
-            again_ms = min(again_ms, max(1.0, ready_ms))
+            again_ms = min(again_ms, max(LEAST_WAIT_MS, ready_ms))
         held.news, held.looks_ns = news, now_ns + int(again_ms * NS_PER_MS)
         return again_ms
 
@@ -421,7 +422,7 @@ class Intake:
         soonest_ms = self._places.soonest_start_ms(model, now_ns)
         if not 0 < soonest_ms < float("inf"):
             return now_ns
-        next_ns = self._next(now_ns, min(LONGEST_WAIT_MS, max(1.0, soonest_ms)))
+        next_ns = self._next(now_ns, min(LONGEST_WAIT_MS, soonest_ms))
         if self._queue.has_on_time(model):
             next_ns = earlier(next_ns, max(now_ns, self._pools[model].plans_ns))
         return earlier(self._next_tick_ns, next_ns)
@@ -429,7 +430,8 @@ class Intake:
     def _next(self, now_ns: int, wait_ms: float) -> int | None:
         if not len(self._queue):
             return None
-        next_ns = now_ns + int(wait_ms * NS_PER_MS)
+        # Never at once: a tick that found nothing to do would find nothing for ever.
+        next_ns = now_ns + int(max(LEAST_WAIT_MS, wait_ms) * NS_PER_MS)
         change_ns = self._queue.next_change_ns()
         if change_ns is not None:
             next_ns = min(next_ns, max(change_ns, now_ns + NS_PER_MS))

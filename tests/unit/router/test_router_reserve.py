@@ -160,3 +160,19 @@ def test_who_leaves_room_for_heavier_classes_says_nothing_of_them() -> None:
         busy.obstacle = PREFILL_BUSY
         walk.passed(busy, 80.0)
     assert walk.is_over
+
+
+def test_a_tick_that_finds_nothing_lets_time_pass() -> None:
+    cluster = Cluster(1, 1, policy="goodput", exploration=0)
+    expect_heavy(cluster)
+    assert isinstance(submit(cluster, "first", 2_000, LIGHT), Admitted)
+    assert isinstance(submit(cluster, "second", 2_000, LIGHT), Held)
+    for _ in range(500):  # instants that are hardly before it is to be looked at again, too
+        if cluster.router.tick():
+            break
+        due_ns = cluster.router.next_tick_ns()
+        assert due_ns is not None
+        assert due_ns >= cluster.clock.monotonic_ns() + NS_PER_MS
+        cluster.clock.advance_to(due_ns - 300)
+    else:
+        pytest.fail("it was never begun")
