@@ -69,7 +69,7 @@ def load_library(cache_dir: Path | None = None) -> Library:
 
 
 @cache
-def library() -> Library | None:
+def compiled_library() -> Library | None:
     """One for the process; None where it cannot be compiled."""
     try:
         return load_library()
@@ -80,4 +80,4 @@ def library() -> Library | None:
 
 def prepare() -> None:
     """Compiles it unless it is in the cache: seconds, so not in a loop that has to answer."""
-    library()
+    compiled_library()

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from isthmus.common.ids import BlockHash
 from isthmus.router.blocks import HASH_BYTES, Holders
-from isthmus.router.native.binding import Library, library
+from isthmus.router.native.binding import Library, compiled_library
 
 
 class CompiledBlocks:
@@ -21,7 +21,7 @@ class CompiledBlocks:
     @classmethod
     def create(cls) -> CompiledBlocks | None:
         """None where it cannot be compiled: ``PlainBlocks`` is the same then, slower."""
-        compiled = library()
+        compiled = compiled_library()
         return cls(compiled) if compiled is not None else None
 
     def __len__(self) -> int:

@@ -18,7 +18,7 @@ from isthmus.common.types import LocalPrefillReason
 from isthmus.router.blocks import Holders
 from isthmus.router.decider import local_prefill_reason
 from isthmus.router.forecast import NEVER, Ask
-from isthmus.router.native.binding import Library, library
+from isthmus.router.native.binding import Library, compiled_library
 from isthmus.router.policy import Candidate
 from isthmus.router.predictor import DecodeOption, PrefillOption
 from isthmus.router.prices import Prices
@@ -56,7 +56,7 @@ class Weigher:
     @classmethod
     def create(cls, min_remote_tokens: int, stale_ms: float) -> Weigher | None:
         """None where it cannot be compiled: numpy does the same then, slower."""
-        compiled = library()
+        compiled = compiled_library()
         return cls(compiled, min_remote_tokens, stale_ms) if compiled is not None else None
 
     def weigh(

@@ -15,7 +15,7 @@ from tests.support.router_cluster import Cluster, make_query
 def looks_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was found before stays out of this test, and what it finds out of others."""
     for module in (weigher, compiled_blocks):
-        monkeypatch.setattr(module, "library", binding.library.__wrapped__)
+        monkeypatch.setattr(module, "compiled_library", binding.compiled_library.__wrapped__)
 
 
 @pytest.fixture
