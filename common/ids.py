@@ -10,7 +10,8 @@ InstanceId = NewType("InstanceId", str)
 DecisionId = NewType("DecisionId", str)
 TransferId = NewType("TransferId", bytes)  # 16 random bytes
 BlockId = NewType("BlockId", int)
-BlockHash = NewType("BlockHash", bytes)  # 16 bytes, chained over the sequence
+BlockHash = NewType("BlockHash", bytes)  # of ``HASH_BYTES``, chained over the sequence
+HASH_BYTES = 16
 HashChain = tuple[BlockHash, ...]  # a prompt's full blocks, from the first
 Epoch = NewType("Epoch", int)
 

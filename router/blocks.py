@@ -15,7 +15,6 @@ from typing import Protocol, TypeAlias
 
 from isthmus.common.ids import BlockHash
 
-HASH_BYTES = 16
 MAX_SHARED = 4_096
 
 Holders: TypeAlias = "array[float]"

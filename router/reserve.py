@@ -18,11 +18,11 @@ from dataclasses import dataclass, field
 from math import exp
 
 from isthmus.common.clock import NS_PER_MS
+from isthmus.router.reservation import NO_LIMIT
 
 MEMORY_MS = 20_000.0
 LEAST_SEEN_MS = 1_000.0  # of arrivals, before which they say little of what comes
 MAX_WEIGHTS = 16
-NO_LIMIT = float("inf")
 
 
 @dataclass(slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from isthmus.common.ids import BlockHash, InstanceId
+from isthmus.common.ids import HASH_BYTES, BlockHash, InstanceId
 from isthmus.common.kv_events import (
     BlocksRemoved,
     BlocksStored,
@@ -11,8 +11,6 @@ from isthmus.common.kv_events import (
     KvEventBatch,
 )
 from isthmus.protos.v1 import common_pb2 as pb
-
-HASH_BYTES = 16
 
 
 def split_hashes(data: bytes) -> tuple[BlockHash, ...]:

@@ -11,7 +11,7 @@
 
 namespace isthmus {
 
-constexpr int64_t kHashBytes = 16;  // blocks.HASH_BYTES
+constexpr int64_t kHashBytes = 16;  // ids.HASH_BYTES
 
 struct Hash {
   uint64_t low, high;

@@ -7,8 +7,8 @@ import weakref
 from array import array
 from collections.abc import Sequence
 
-from isthmus.common.ids import BlockHash
-from isthmus.router.blocks import HASH_BYTES, Holders
+from isthmus.common.ids import HASH_BYTES, BlockHash
+from isthmus.router.blocks import Holders
 from isthmus.router.native.binding import Library, compiled_library
 
 

@@ -13,7 +13,8 @@ from isthmus.router import Outcome
 from isthmus.router.binding_round import MAX_PASSED_OVER, BindingRound
 from isthmus.router.capacity import Capacity
 from isthmus.router.holding import HeldQuery, HoldingQueue, Lane
-from isthmus.router.reserve import NO_LIMIT, Reserve
+from isthmus.router.reservation import NO_LIMIT
+from isthmus.router.reserve import Reserve
 from isthmus.router.shares import TenantShares
 from isthmus.router.types import RouteQuery
 from isthmus.router.verdict import Admitted, Held
