@@ -59,10 +59,6 @@ class Side:
     policy: str
     told: str = "told"
 
-    def __post_init__(self) -> None:
-        if self.told not in {"told", "untold"}:
-            raise SystemExit(f"'{self.told}' of a side is neither told nor untold")
-
     @property
     def is_told(self) -> bool:
         return self.told == "told"

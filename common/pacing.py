@@ -79,9 +79,8 @@ class ChunkBudget:
         count = min(num_left, self.num_tokens)
         if self._left_ms < inf:
             fitting = tokens_within(self._left_ms, self._token_ms, self._pair_ms, num_computed)
-            fitting = max(1.0, fitting)
             if fitting < count:
-                count, self.is_cut = int(fitting), True
+                count, self.is_cut = max(1, int(fitting)), True
         took_ms = (self._token_ms + self._pair_ms * (num_computed + count / 2)) * count
         self._left_ms -= took_ms
         self.taken_ms += took_ms

@@ -303,7 +303,7 @@ class Generation:
         self._local_reason = reason
         self._timeline.mark(Event.ADMITTED, self._now())
         self._timeline.mark(Event.PREFILL_QUEUED, self._now())
-        self._runtime.engine.add(request, SequenceMode.FULL, self._first_token_ns)
+        self._runtime.engine.add(request, SequenceMode.FULL)
         self._runtime.load.changed()
         await self._run_in_engine()
 

@@ -110,19 +110,11 @@ class EngineCore:
 
     # --- requests ------------------------------------------------------------------------------
 
-    def add(
-        self,
-        request: Request,
-        mode: SequenceMode = SequenceMode.FULL,
-        first_token_ns: int | None = None,
-    ) -> None:
-        """Queues a request. Raises ContextLengthError, InvalidRequestError. ``first_token_ns``: of
-        one that goes on behind delivered tokens, when the first of them was there (monotonic).
+    def add(self, request: Request, mode: SequenceMode = SequenceMode.FULL) -> None:
+        """Queues a request. Raises ContextLengthError, InvalidRequestError.
 
         A prompt that could never fit in the KV store is longer than ``max_model_len``."""
         sequence = self._new_sequence(request, mode)
-        if first_token_ns is not None and request.num_resumed_tokens:
-            sequence.pace_from(first_token_ns, request.num_prompt_tokens + 1)
         with self._lock:
             self._owners.add(sequence)
             self._signal.wake()
@@ -172,9 +164,7 @@ class EngineCore:
             raise InternalError(
                 f"request {request.request_id} is over with its first token", stage="admit"
             )
-        if first_token_ns is None:
-            first_token_ns = self._clock.monotonic_ns()
-        sequence.pace_from(first_token_ns, sequence.num_tokens)
+        sequence.pace_from(first_token_ns or self._clock.monotonic_ns())
         with self._lock:
             unmoved = self.kv_layout.unmoved_tokens(len(request.token_ids))
             self._owners.admit_reservation(sequence, unmoved)

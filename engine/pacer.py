@@ -50,7 +50,8 @@ class Pacer:
             return ChunkBudget(num_tokens)
         model = learned.model
         context = sum(s.num_planned_tokens + 1 for s in decodes)
-        step_ms = _mixed_step_ms(model, len(decodes), context)
+        step_ms = max(0.0, model.prefill_base - model.decode_base) if decodes else 0.0
+        step_ms += model.decode_step_ms(len(decodes), context) if decodes else model.prefill_base
         begins_ns = self._clock.monotonic_ns()
         if not is_idle:
             begins_ns += round((self._planned_ms or step_ms) * NS_PER_MS)
@@ -63,14 +64,6 @@ class Pacer:
     def planned(self, budget: ChunkBudget | None) -> None:
         """The step is planned; None = without prompts."""
         self._planned_ms = self._step_ms + budget.taken_ms if budget is not None else 0.0
-
-
-def _mixed_step_ms(model: LatencyModel, num_decodes: int, context: int) -> float:
-    """A step with prompts, without what their tokens take: of two constant costs, the larger."""
-    if not num_decodes:
-        return model.prefill_base
-    base = model.large_base if 0 < model.large_batch <= num_decodes else model.decode_base
-    return model.decode_step_ms(num_decodes, context) + max(0.0, model.prefill_base - base)
 
 
 def _limit_ms(sequence: Sequence, begins_ns: int, step_ms: float) -> float:

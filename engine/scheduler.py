@@ -120,8 +120,7 @@ class Scheduler:
         self._can_preempt = can_preempt
         try:
             decodes = [*self._schedule_decodes(), *self._enter_arrived()]
-            may_enter = bool(self._waiting) and len(self._running) < self._max_num_seqs
-            has_prompts = len(decodes) < len(self._running) or may_enter
+            has_prompts = len(decodes) < len(self._running) or bool(self._waiting)
             budget = self._budget(decodes, has_prompts=has_prompts)
             chunks: list[tuple[Sequence, int]] = []
             for sequence in self._running if len(decodes) < len(self._running) else ():

@@ -213,10 +213,10 @@ class Sequence:
         self.num_unknown_tokens -= 1
         self.append_token(token_id)
 
-    def pace_from(self, at_ns: int, num_tokens: int) -> None:
-        """TPOT counts from ``at_ns`` (monotonic), when there were ``num_tokens``."""
-        self.paced_from_ns = at_ns
-        self.paced_from_tokens = num_tokens
+    def pace_from(self, now_ns: int) -> None:
+        """TPOT counts from the last of the tokens that there are, at ``now_ns`` (monotonic)."""
+        self.paced_from_ns = now_ns
+        self.paced_from_tokens = self.num_tokens
 
     def append_token(self, token_id: int) -> None:
         if self.num_tokens == len(self._tokens):

@@ -202,7 +202,7 @@ class Steps:
         prompt_logprobs = sequence.take_prompt_logprobs()
         sequence.land_token(sampled.token_id)
         if not sequence.paced_from_ns:
-            sequence.pace_from(self._landed_ns[1], sequence.num_tokens)
+            sequence.pace_from(self._landed_ns[1])
         reason = find_finish_reason(sequence)
         if reason is not None:
             self._owners.finish(sequence, reason)

@@ -73,7 +73,8 @@ async def serve(
     async with AsyncExitStack() as stack:
         registry = EmbeddedRegistryClient(args.registry)
         stack.push_async_callback(registry.close)
-        await asyncio.to_thread(native.prepare)
+        if not config.has_router_processes:
+            await asyncio.to_thread(native.prepare)
         routing = Routing(args, registry)
         gateway = build_gateway(config, model, routing.router, routing.decider, SystemClock())
         server = HttpServer(create_app(gateway), config.lifecycle.drain_ms / MS_PER_S)

@@ -25,8 +25,8 @@ MAX_LOST = 64
 _READY = InstanceState.READY  # looked up for every instance and decision
 FADES_AFTER_MS, FADE_MS = 5_000.0, 10_000.0
 PROMPT_MEMORY_MS = 4_000.0
-"""How long prompts that were computed beside decodes count for what those are held up."""
 LEAST_HELD_UP = 0.01  # of its time
+"""How long prompts that were computed beside decodes count for what those are held up."""
 
 
 @dataclass(slots=True)

@@ -90,7 +90,7 @@ class _Line:
     late_ok: list[HeldQuery] = field(default_factory=list)
     work_ms: float = 0.0  # of all in both lanes …
     on_time_ms: float = 0.0  # … and in ON_TIME …
-    stand_by: set[HeldQuery] = field(default_factory=set)  # … of which these stand by
+    stand_by: set[HeldQuery] = field(default_factory=set)  # … of which these may not be begun
     stand_by_ms: float = 0.0
     slack_ms: float = NEVER_LATE  # work that ON_TIME had time for, when it was last planned
     planned: _Planned | None = None  # when that left nobody out, and nobody came or went since
@@ -173,7 +173,7 @@ class HoldingQueue:
         self._num_entered += 1
         self._held[query.request_id] = held
         self._insert(held)
-        self._next_expiry_ns = earlier(self._next_expiry_ns, expires_ns)
+        self._next_expiry_ns = _earlier(self._next_expiry_ns, expires_ns)
         return held
 
     def remove(self, request_id: RequestId) -> HeldQuery | None:
@@ -256,7 +256,7 @@ class HoldingQueue:
         for held in self._held.values():
             if held.expires_ns is not None and held.expires_ns <= now_ns:
                 ended.append(held)
-            self._next_expiry_ns = earlier(self._next_expiry_ns, held.expires_ns)
+            self._next_expiry_ns = _earlier(self._next_expiry_ns, held.expires_ns)
         return ended
 
     def left_out(
@@ -301,7 +301,7 @@ class HoldingQueue:
         first = self._next_expiry_ns
         for line in self._lines.values():
             if line.on_time:
-                first = earlier(first, line.on_time[0].latest_start_ns)
+                first = _earlier(first, line.on_time[0].latest_start_ns)
         return first
 
     def check_integrity(self) -> None:
@@ -383,7 +383,7 @@ class HoldingQueue:
         return [*line.on_time, *line.late_ok]
 
 
-def earlier(one: int | None, other: int | None) -> int | None:
+def _earlier(one: int | None, other: int | None) -> int | None:
     """None = never."""
     if one is None or other is None:
         return other if one is None else one

@@ -27,11 +27,10 @@ from isthmus.common.errors import (
 )
 from isthmus.common.ids import InstanceId, RequestId
 from isthmus.common.types import RouteAction, RouteDecision
-from isthmus.router.binding_round import BindingRound
 from isthmus.router.capacity import Capacity
 from isthmus.router.demand import Demand
 from isthmus.router.forecast import NO_PRESS, Press
-from isthmus.router.holding import HeldQuery, HoldingQueue, Lane, earlier
+from isthmus.router.holding import HeldQuery, HoldingQueue, Lane
 from isthmus.router.placement import Look
 from isthmus.router.reserve import Reserve
 from isthmus.router.types import RouteQuery
@@ -42,6 +41,7 @@ LAST_CHANCE = 0.25  # of the time waited so far, when no more is left
 SPEED_MEMORY_MS = 2_000.0
 SPEED_MEMORY_PROMPTS = 4.0  # at least so many mean prompts
 PLAN_MS = 10  # between two looks at who must be left out
+MAX_PASSED_OVER = 4  # queries that find no place, before the rest of a line is not asked
 LONGEST_WAIT_MS = 50  # for news that does not come
 LOOK_AGAIN_MS = 100.0  # at one that found no place, where nothing has made room
 
@@ -170,8 +170,8 @@ class Intake:
             look = late_look or look
         may_start = latest_ns is not None or pool.demand.spares(work_ms, pool.num_workers, now_ns)
         may_start = may_start and not self._queue.num_held(query.model)
-        is_reserved = may_start and self._reserved_ms(query, look, now_ns) > 0
-        if may_start and look.weighed.candidates and not is_reserved:
+        may_start = may_start and not self._reserved_ms(query, look, now_ns)
+        if may_start and look.weighed.candidates:
             self._queue.shares.served(query.tenant, None, weighed.work_ms, now_ns)
             is_late = latest_ns is None and slo.ttft_ms is not None
             is_degraded = is_late or look.is_infeasible
@@ -187,8 +187,7 @@ class Intake:
             return self._rejected(query, error, now_ns)
         self._queue.enter(query, weighed.work_ms, latest_ns, now_ns, deadline_ns)
         self._next_tick_ns = self._tick_after_entry(query.model, now_ns)
-        obstacle = RESERVED if is_reserved else look.weighed.obstacle
-        metrics.HOLDS.labels(reason=obstacle or "in_line").inc()
+        metrics.HOLDS.labels(reason=look.weighed.obstacle or "in_line").inc()
         return Held(query.request_id, latest_ns)
 
     def cancel(self, request_id: RequestId) -> bool:
@@ -279,47 +278,44 @@ class Intake:
     def _bind(self, model: str, now_ns: int, settled: list[Settled]) -> float:
         """Binds in order as far as there is room; milliseconds until there may be more."""
         pool = self._pools[model]
-        walk = BindingRound(float(LONGEST_WAIT_MS))
+        num_passed_over, wait_ms = 0, float(LONGEST_WAIT_MS)
 
         def is_spare(work_ms: float) -> bool:
             return pool.demand.spares(work_ms, pool.num_workers, now_ns)
 
         for held in self._queue.in_order(model, now_ns, is_spare):
-            is_starving = self._queue.is_starving(held, now_ns)
-            if walk.stops(held) and not is_starving:
-                continue
             soonest_ms = self._places.soonest_start_ms(model, now_ns)
             if 0 < soonest_ms < float("inf"):
                 return max(1.0, soonest_ms)
-            if walk.is_over:
+            if num_passed_over >= MAX_PASSED_OVER:
                 break
             news = self._places.num_news(now_ns)
             if held.news == news and now_ns < held.looks_ns:
-                walk.passed(held, (held.looks_ns - now_ns) / NS_PER_MS)
+                num_passed_over += 1
                 continue
-            look = self._look(held, is_spare, now_ns)
+            is_on_time = held.lane is Lane.ON_TIME
+            is_aged = now_ns - held.since_ns >= self._ageing_ns
+            look = self._places.look(
+                held.query,
+                now_ns,
+                is_on_time=is_on_time,
+                is_aged=is_aged and not is_on_time,
+                is_last_chance=_is_last_chance(held, now_ns),
+                left_alone=self._kept_from(held, now_ns, is_spare),
+                press=self._press(model, held),
+            )
             if look is None:
                 self._give_up(held, None, now_ns, settled)
                 continue
-            reserved_ms = 0.0 if is_starving else self._reserved_ms(held.query, look, now_ns)
+            reserved_ms = 0.0
+            if not self._queue.is_starving(held, now_ns):
+                reserved_ms = self._reserved_ms(held.query, look, now_ns)
             if look.weighed.candidates and not reserved_ms:
                 self._begin(held, look, now_ns, settled)
             else:
-                walk.passed(held, self._pass_over(held, look, reserved_ms, news, now_ns))
-        return walk.wait_ms
-
-    def _look(self, held: HeldQuery, is_spare: Callable[[float], bool], now_ns: int) -> Look | None:
-        is_on_time = held.lane is Lane.ON_TIME
-        is_aged = now_ns - held.since_ns >= self._ageing_ns
-        return self._places.look(
-            held.query,
-            now_ns,
-            is_on_time=is_on_time,
-            is_aged=is_aged and not is_on_time,
-            is_last_chance=_is_last_chance(held, now_ns),
-            left_alone=self._kept_from(held, now_ns, is_spare),
-            press=self._press(held.query.model, held),
-        )
+                num_passed_over += 1
+                wait_ms = min(wait_ms, self._pass_over(held, look, reserved_ms, news, now_ns))
+        return wait_ms
 
     def _begin(self, held: HeldQuery, look: Look, now_ns: int, settled: list[Settled]) -> None:
         is_on_time = held.lane is Lane.ON_TIME
@@ -423,8 +419,8 @@ class Intake:
             return now_ns
         next_ns = self._next(now_ns, min(LONGEST_WAIT_MS, max(1.0, soonest_ms)))
         if self._queue.has_on_time(model):
-            next_ns = earlier(next_ns, max(now_ns, self._pools[model].plans_ns))
-        return earlier(self._next_tick_ns, next_ns)
+            next_ns = _earlier(next_ns, max(now_ns, self._pools[model].plans_ns))
+        return _earlier(self._next_tick_ns, next_ns)
 
     def _next(self, now_ns: int, wait_ms: float) -> int | None:
         if not len(self._queue):
@@ -434,6 +430,12 @@ class Intake:
         if change_ns is not None:
             next_ns = min(next_ns, max(change_ns, now_ns + NS_PER_MS))
         return next_ns
+
+
+def _earlier(one: int | None, other: int | None) -> int | None:
+    if one is None or other is None:
+        return other if one is None else one
+    return min(one, other)
 
 
 def _is_last_chance(held: HeldQuery, now_ns: int) -> bool:

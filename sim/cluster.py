@@ -28,7 +28,7 @@ from isthmus.sim.distserve import PromptsFirstInstance
 from isthmus.sim.events import EventQueue
 from isthmus.sim.feed import SimFeed
 from isthmus.sim.flight import START_NS, Flight, flight_of
-from isthmus.sim.handover import Handovers
+from isthmus.sim.handover import Handovers, SimInstance
 from isthmus.sim.instance import Instance
 from isthmus.sim.listener import AnyInstance
 from isthmus.sim.prefix_fetch import PrefixFetches
@@ -36,7 +36,6 @@ from isthmus.sim.records import Record, RequestEnd
 from isthmus.sim.requests import SimRequest
 from isthmus.sim.router_ticks import RouterTicks
 from isthmus.sim.sequence import SimSequence
-from isthmus.sim.sim_instance import SimInstance
 from isthmus.sim.spec import Batching, InstanceSpec
 
 TICK_SHARE = 0.02  # of the interval of reports, between two looks at who waits
@@ -158,9 +157,7 @@ class SimCluster:
     def _start(self, spec: InstanceSpec, epoch: int) -> None:
         noise = self._noise if self.settings.noise else None
         is_chunked = spec.batching is Batching.CHUNKED
-        kind: type[Instance | PromptsFirstInstance] = (
-            Instance if is_chunked else PromptsFirstInstance
-        )
+        kind = Instance if is_chunked else PromptsFirstInstance
         instance: SimInstance = kind(spec, self.queue, self, noise)
         instance.epoch = epoch
         self.handovers.links.add(spec.instance_id, spec.link_bytes_per_ms)

@@ -23,7 +23,7 @@ MAX_DECODE_TOKENS = 50_000  # of one decode step
 
 
 class PromptsFirstInstance:
-    """A ``SimInstance``."""
+    """The interface of ``Instance``."""
 
     def __init__(
         self,

@@ -12,11 +12,13 @@ from functools import partial
 from isthmus.common.clock import NS_PER_MS
 from isthmus.common.types import InstanceRef, RouteDecision
 from isthmus.router import Router
+from isthmus.sim.distserve import PromptsFirstInstance
 from isthmus.sim.events import EventQueue
 from isthmus.sim.flight import Flight
+from isthmus.sim.instance import Instance
 from isthmus.sim.links import Links
-from isthmus.sim.sim_instance import SimInstance
 
+SimInstance = Instance | PromptsFirstInstance
 InstanceAt = Callable[[InstanceRef | None], SimInstance | None]
 
 

@@ -11,8 +11,8 @@ from typing import Any
 from isthmus.common.clock import NS_PER_MS, NS_PER_S
 from isthmus.common.ids import InstanceId
 from isthmus.sim.cluster import SimCluster
+from isthmus.sim.handover import SimInstance
 from isthmus.sim.records import Record, RequestEnd
-from isthmus.sim.sim_instance import SimInstance
 from isthmus.workload.figures import Spread, spread
 
 

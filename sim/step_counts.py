@@ -24,10 +24,6 @@ class StepCounts:
         self._decode_ms = 0.0
         self.known: StepTotals | None = None  # as long as nothing has changed since
 
-    @property
-    def num_steps(self) -> int:
-        return self._prefill_steps + self._decode_steps
-
     def totals(self) -> StepTotals:
         if self.known is None:
             self.known = StepTotals(

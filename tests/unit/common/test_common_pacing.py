@@ -83,9 +83,3 @@ def test_the_first_prompt_of_a_step_has_a_token_however_little_time_there_is() -
     assert not budget.is_spent
     assert budget.take(400, 0) == 1
     assert budget.is_spent
-
-
-def test_a_chunk_of_one_token_is_not_cut_short() -> None:
-    budget = ChunkBudget(1_000, left_ms=0.0, token_ms=2.0)
-    assert budget.take(1, 0) == 1
-    assert not budget.is_cut

@@ -5,19 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from isthmus.common import metrics
 from isthmus.common.clock import NS_PER_MS
 from isthmus.common.ids import RequestId
 from isthmus.common.types import Slo
 from isthmus.router import Outcome
-from isthmus.router.binding_round import MAX_PASSED_OVER, BindingRound
 from isthmus.router.capacity import Capacity
 from isthmus.router.holding import HeldQuery, HoldingQueue, Lane
 from isthmus.router.reserve import NO_LIMIT, Reserve
 from isthmus.router.shares import TenantShares
 from isthmus.router.types import RouteQuery
 from isthmus.router.verdict import Admitted, Held
-from isthmus.router.weighed import PREFILL_BUSY, RESERVED
 from tests.support.router_cluster import Cluster, make_query
 
 HEAVY = Slo("heavy", ttft_ms=1_000, weight=4.0, is_strict=True)
@@ -112,51 +109,23 @@ def test_nothing_is_kept_free_for_equals_nor_by_who_is_the_only_one() -> None:
     assert arrivals(2.0).limit_ms(1.0, 1, long_after_ns) > 1e6
 
 
-def submit(cluster: Cluster, name: str, num_tokens: int, slo: Slo) -> Admitted | Held:
-    arrival_ns = cluster.clock.now_ns()
-    verdict = cluster.router.submit(
-        make_query(num_tokens, name, hash_chains=(), slo=slo, arrival_ns=arrival_ns)
-    )
-    assert isinstance(verdict, Admitted | Held)
-    return verdict
-
-
-def expect_heavy(cluster: Cluster) -> None:
-    """The router has seen a heavier class come and go."""
-    for number in range(20):
-        verdict = submit(cluster, f"heavy{number}", 100, HEAVY)
-        assert isinstance(verdict, Admitted)
-        cluster.router.report(verdict.decision.decision_id, Outcome.finished())
-        cluster.clock.advance_ms(100)
-
-
 @pytest.mark.parametrize("has_heavy", [False, True])
 def test_a_long_light_prompt_waits_while_the_other_instance_has_one(has_heavy: bool) -> None:
     cluster = Cluster(1, 1, policy="goodput", exploration=0)
-    if has_heavy:
-        expect_heavy(cluster)
-    assert isinstance(submit(cluster, "first", 2_000, LIGHT), Admitted)
-    holds = metrics.HOLDS.labels(reason="reserved")
-    before = holds._value.get()
-    second = submit(cluster, "second", 2_000, LIGHT)
+
+    def submit(name: str, num_tokens: int, slo: Slo) -> Admitted | Held:
+        arrival_ns = cluster.clock.now_ns()
+        verdict = cluster.router.submit(
+            make_query(num_tokens, name, hash_chains=(), slo=slo, arrival_ns=arrival_ns)
+        )
+        assert isinstance(verdict, Admitted | Held)
+        return verdict
+
+    for number in range(20 if has_heavy else 0):
+        verdict = submit(f"heavy{number}", 100, HEAVY)
+        assert isinstance(verdict, Admitted)
+        cluster.router.report(verdict.decision.decision_id, Outcome.finished())
+        cluster.clock.advance_ms(100)
+    assert isinstance(submit("first", 2_000, LIGHT), Admitted)
+    second = submit("second", 2_000, LIGHT)
     assert isinstance(second, Held) is has_heavy
-    assert holds._value.get() - before == has_heavy
-
-
-def test_who_leaves_room_for_heavier_classes_says_nothing_of_them() -> None:
-    queue, walk = new_queue(), BindingRound(1_000.0)
-    for number in range(3 * MAX_PASSED_OVER):
-        light = enter(queue, f"light{number}", 500.0, 100.0)
-        light.obstacle = RESERVED
-        walk.passed(light, 50.0 + number)
-    assert not walk.is_over
-    assert walk.wait_ms == 50.0
-    assert walk.stops(enter(queue, "as long", 500.0, 200.0))
-    assert not walk.stops(enter(queue, "shorter", 100.0, 200.0))
-    assert not walk.stops(enter(queue, "heavy", 900.0, 200.0, HEAVY))
-    for number in range(MAX_PASSED_OVER):
-        assert not walk.is_over
-        busy = enter(queue, f"busy{number}", 10.0, 300.0)
-        busy.obstacle = PREFILL_BUSY
-        walk.passed(busy, 80.0)
-    assert walk.is_over

@@ -106,15 +106,6 @@ def test_blocks_that_the_waiting_want_are_not_taken() -> None:
     check_over(cluster)
 
 
-def test_blocks_that_those_who_run_may_need_are_not_taken() -> None:
-    cluster = second_turn(blocks=300)  # 52 are free, and 3 of them are the watermark
-    cluster.offer([make_request(2, AGAIN_MS - 1, prompt=248 * BLOCK)])
-    assert cluster.run()
-    assert cluster.fetches.num_bytes == 0.0
-    assert all(record.end is RequestEnd.FINISHED for record in cluster.records)
-    check_over(cluster)
-
-
 def test_who_waits_for_a_prefix_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """As ``PrefixFetches.waiting``: a prompt, with what is left of it to compute."""
     cluster = second_turn(bytes_per_ms=SLOW, report_interval_ms=10.0)
