@@ -10,8 +10,8 @@ from isthmus.common.types import Slo
 from isthmus.router import Outcome, RouteQuery
 from isthmus.router.capacity import Capacity
 from isthmus.router.holding import HeldQuery, HoldingQueue, Lane
-from isthmus.router.intake import SPEED_MEMORY_MS, Pool
 from isthmus.router.placement import Placement
+from isthmus.router.pools import SPEED_MEMORY_MS, Pool
 from isthmus.router.shares import TenantShares
 from isthmus.router.verdict import Admitted, Held
 from tests.support.router_cluster import Cluster, make_query
