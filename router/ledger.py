@@ -142,6 +142,16 @@ class Ledger:
         legs = self._legs.get(instance_id)
         return legs.pending if legs is not None else PendingLoad()
 
+    def unreported(self, instance_id: InstanceId) -> list[Burden]:
+        """Prompts that it computes and its last report cannot contain."""
+        legs = self._legs.get(instance_id)
+        return legs.unreported if legs is not None else []
+
+    def unreported_ms(self, instance_id: InstanceId) -> float:
+        """The work of these."""
+        legs = self._legs.get(instance_id)
+        return legs.unreported_ms if legs is not None else 0.0
+
     def check_integrity(self) -> None:
         """AssertionError when the views of the set disagree."""
         expiries = [reservation.expires_ns for reservation in self._reservations.values()]

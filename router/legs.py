@@ -12,7 +12,7 @@ whole numbers, so that they cannot drift; times are added up anew when they are 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from itertools import takewhile
+from itertools import islice, takewhile
 
 from isthmus.common.clock import NS_PER_MS
 from isthmus.common.ids import DecisionId, InstanceId
@@ -27,15 +27,12 @@ LegsById = dict[DecisionId, Reservation]
 
 @dataclass(slots=True)
 class PendingLoad:
-    """On top of an instance's last report. Of all that this router knows to be there:
+    """``decode_…``: on top of an instance's last report. Of all that this router knows to be there:
     ``tightest_tpot_ms`` of the decode legs, ``prompts_ms`` of prompts without a first token,
     ``head_ms`` of the oldest of them, which is computed since ``head_since_ns`` at the earliest;
     ``num_strange``: sequences in the last report that are not this router's.
     """
 
-    prefill_seqs: int = 0
-    prefill_tokens: int = 0
-    prefill_ms: float = 0.0
     decode_seqs: int = 0
     decode_context_tokens: int = 0
     decode_blocks: int = 0
@@ -83,7 +80,8 @@ class Legs:
     _seen_seqs: int = 0  # … of how many sequences it speaks …
     _num_strange: int = 0  # … and how many of them are not this router's
     _prompt_done_ns: int = 0  # when the last prompt was done, or given up
-    _pending: PendingLoad | None = None  # None = to be added up
+    _pending: PendingLoad | None = None  # None = to be added up …
+    _unreported_ms: float | None = None  # … each when it is asked for
 
     def __len__(self) -> int:
         return len(self.incoming) + len(self.recent) + len(self.settled)
@@ -102,6 +100,18 @@ class Legs:
             self._pending = self._sum()
         return self._pending
 
+    @property
+    def unreported(self) -> list[Burden]:
+        """Of prompts that are computed here: those that the last report cannot contain."""
+        hidden = islice(reversed(self.recent.values()), self._num_hidden())
+        return [leg.burden for leg in hidden if leg.state is _PREFILLING]
+
+    @property
+    def unreported_ms(self) -> float:
+        if self._unreported_ms is None:
+            self._unreported_ms = sum([burden.prefill_ms for burden in self.unreported])
+        return self._unreported_ms
+
     def add(self, leg: Reservation) -> None:
         if leg.prefill_at == self.instance_id:
             self.prompts[leg.decision_id] = leg
@@ -115,7 +125,7 @@ class Legs:
                 self._limits[limit] = self._limits.get(limit, 0) + 1
             if leg.made_ns > self._seen_ns:
                 self._new_blocks += leg.burden.blocks
-        self._pending = None
+        self._pending = self._unreported_ms = None
 
     def arrive(self, leg: Reservation) -> None:
         """Its prompt, which was computed elsewhere, has its first token. No earlier report can
@@ -123,7 +133,7 @@ class Legs:
         if self.incoming.pop(leg.decision_id, None) is not None:
             self._incoming_context -= leg.burden.context_tokens
             self._show(leg)
-            self._pending = None
+            self._pending = self._unreported_ms = None
 
     def computed(self, leg: Reservation, now_ns: int) -> None:
         """A prompt that was computed here has its first token."""
@@ -151,7 +161,8 @@ class Legs:
         self._seen_ns, self._seen_seqs = now_ns, num_seqs
         self._num_strange = max(0, num_seqs - num_known)
         self._count_new()
-        self._pending = None
+        self._settle()
+        self._pending = self._unreported_ms = None
 
     def check_integrity(self) -> None:
         """AssertionError when what is kept disagrees."""
@@ -217,7 +228,7 @@ class Legs:
     def _drop_prompt(self, leg: Reservation) -> None:
         self.prompts.pop(leg.decision_id, None)
         self.forgotten.pop(leg.decision_id, None)
-        self._pending = None
+        self._pending = self._unreported_ms = None
 
     def _drop(self, leg: Reservation) -> bool:
         decision_id = leg.decision_id
@@ -273,42 +284,33 @@ class Legs:
             self._count(leg, -1)
 
     def _sum(self) -> PendingLoad:
-        self._settle()
-        new, recent = self._new_sum, self._recent_sum
-        # Of those that may be in the report, as many as are too many for it.
-        num_maybe = recent.num_legs - new.num_legs
-        excess = len(self.settled) + num_maybe - self._seen_seqs
-        num_hidden = new.num_legs + (min(num_maybe, excess) if excess > 0 else 0)
-        prefills: list[Burden] = []
-        if self.prompts or self.forgotten or new.num_legs < num_hidden < recent.num_legs:
-            legs = self._newest(num_hidden)
-            prefills = [leg.burden for leg in legs if leg.state is _PREFILLING]
-            contexts = [leg.burden.context_tokens for leg in legs if self._decodes(leg)]
-            hidden = _Sum(num_hidden, len(contexts), sum(contexts))
-        else:
-            hidden = new if num_hidden == new.num_legs else recent
-        head = self.head
+        hidden, head = self._hidden(), self.head
         return PendingLoad(
-            len(prefills),
-            sum([burden.prefill_tokens for burden in prefills]),
-            sum([burden.prefill_ms for burden in prefills]),
             hidden.decode_seqs + len(self.incoming),
             hidden.context_tokens + self._incoming_context,
             # They are taken before the prompt is computed, so reports contain them early.
             self._new_blocks,
-            min(self._limits, default=NO_LIMIT),
+            min(self._limits) if self._limits else NO_LIMIT,
             sum([leg.burden.prefill_ms for leg in self.prompts.values()]),
             head.burden.prefill_ms if head is not None else 0.0,
             max(self._prompt_done_ns, head.made_ns) if head is not None else 0,
             self._num_strange,
         )
 
-    def _newest(self, num_hidden: int) -> list[Reservation]:
-        """So many of the recent ones: those that no report can contain yet and, of the others, the
-        last that became visible and, of equals, were made."""
-        legs = [*self.recent.values()]
-        num_maybe = len(legs) - self._new_sum.num_legs
-        maybe: list[Reservation] = []
-        if num_hidden > self._new_sum.num_legs:
-            maybe = sorted(legs[:num_maybe], key=lambda leg: (self._since_ns(leg), leg.number))
-        return legs[num_maybe:] + maybe[len(legs) - num_hidden :]
+    def _num_hidden(self) -> int:
+        """Legs that the last report cannot contain, the newest of ``recent``: those that came after
+        it and, of those that may be in it, as many as are too many for it."""
+        num_new = self._new_sum.num_legs
+        num_maybe = self._recent_sum.num_legs - num_new
+        excess = len(self.settled) + num_maybe - self._seen_seqs
+        return num_new + (min(num_maybe, excess) if excess > 0 else 0)
+
+    def _hidden(self) -> _Sum:
+        recent, new, num_hidden = self._recent_sum, self._new_sum, self._num_hidden()
+        if num_hidden == recent.num_legs or not recent.decode_seqs:
+            return recent
+        if num_hidden == new.num_legs:
+            return new
+        newest, name = islice(reversed(self.recent.values()), num_hidden), self.instance_id
+        contexts = [leg.burden.context_tokens for leg in newest if leg.decode_at == name]
+        return _Sum(num_hidden, len(contexts), sum(contexts))

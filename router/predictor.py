@@ -71,13 +71,14 @@ class Predictor:
     def prefill_option(
         self,
         view: InstanceView,
-        pending: PendingLoad,
+        unreported_ms: float,
         query: RouteQuery,
         depth: int,
         now_ns: int,
         least_factor: float = 0.0,
     ) -> PrefillOption:
-        """``depth`` = leading blocks of the prompt in this instance's prefix cache."""
+        """``unreported_ms``: work of prompts there that its last report cannot contain; ``depth`` =
+        leading blocks of the prompt in this instance's prefix cache."""
         cached = cached_tokens(view, query, depth) if depth else 0
         uncached = query.num_prompt_tokens - cached
         queued_ms = 0.0
@@ -91,7 +92,7 @@ class Predictor:
                 queued_ms = view.reported_work_ms - age_ms
         model = view.latency
         factor = max(view.prefill_factor, least_factor)
-        wait_ms = (queued_ms + pending.prefill_ms) * factor
+        wait_ms = (queued_ms + unreported_ms) * factor
         prefill_ms = factor * (
             model.prefill_base * -(-uncached // view.info.max_num_batched_tokens)
             + model.prefill_token * uncached
@@ -145,12 +146,13 @@ class Predictor:
     def local_option(
         self,
         decode: DecodeOption,
-        pending: PendingLoad,
+        unreported_ms: float,
         query: RouteQuery,
         now_ns: int,
         rival: PrefillOption | None = None,
     ) -> PrefillOption:
-        """The prompt computed by the decode instance, its chunks beside its decode steps.
+        """The prompt computed by the decode instance, its chunks beside its decode steps;
+        ``unreported_ms`` as for ``prefill_option``.
 
         ``rival``: the quickest of the prefill instances that could do it. A decode instance that
         computes few prompts has not shown yet how slow it is, and two fits made while a machine
@@ -163,7 +165,9 @@ class Predictor:
             size = decode.uncached_tokens, decode.cached_tokens
             rival_ms = rival.factor * rival.view.latency.prefill_ms(*size)
             least_factor = rival_ms / decode.view.latency.prefill_ms(*size)
-        option = self.prefill_option(decode.view, pending, query, depth, now_ns, least_factor)
+        option = self.prefill_option(
+            decode.view, unreported_ms, query, depth, now_ns, least_factor
+        )
         num_chunks = -(-option.uncached_tokens // decode.view.info.max_num_batched_tokens)
         option.prefill_ms += num_chunks * decode.tpot_ms
         option.ttft_ms = option.wait_ms + option.prefill_ms

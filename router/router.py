@@ -183,7 +183,7 @@ class Router:
         self, query: RouteQuery, filtered: dict[InstanceId, FilterReason], now_ns: int
     ) -> Pool:
         depths = self.state.index.match(query.hash_chains)
-        pending = self.state.ledger.pending
+        pending, unreported_ms = self.state.ledger.pending, self.state.ledger.unreported_ms
         prefill_option = self._predictor.prefill_option
         decode_option = self._predictor.decode_option
         decodes: list[DecodeOption] = []
@@ -193,15 +193,17 @@ class Router:
             if reason is not None:
                 filtered[instance_id] = reason
                 continue
-            load, depth = pending(instance_id), depths.get(instance_id, 0)
+            depth = depths.get(instance_id, 0)
             if view.info.role is _PREFILL:
                 if not view.fed_keys:
                     filtered[instance_id] = FilterReason.INCOMPATIBLE
                     continue
-                prefill = prefill_option(view, load, query, depth, now_ns)
+                unreported = unreported_ms(instance_id)
+                prefill = prefill_option(view, unreported, query, depth, now_ns)
                 for key in view.fed_keys:
                     prefills.setdefault(key, []).append(prefill)
             else:
+                load = pending(instance_id)
                 decodes.append(decode_option(view, load, query, depth, now_ns))
         decodes = _with_room(decodes, filtered)
         decodes = _preferred(decodes, query.prefer_decode, filtered)
@@ -210,9 +212,9 @@ class Router:
         quickest = {key: quickest_of(options) for key, options in prefills.items()}
 
         def local(decode: DecodeOption) -> PrefillOption:
-            load = pending(decode.view.instance_id)
+            unreported = unreported_ms(decode.view.instance_id)
             rival = quickest.get(decode.view.key)
-            return self._predictor.local_option(decode, load, query, now_ns, rival)
+            return self._predictor.local_option(decode, unreported, query, now_ns, rival)
 
         def fetched(decode: DecodeOption, prefill: PrefillOption) -> PrefillOption:
             return self._predictor.fetched_option(decode, prefill, query)

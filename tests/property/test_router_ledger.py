@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -26,16 +27,15 @@ DECODES = [InstanceId("d0"), InstanceId("d1")]
 INSTANCES = PREFILLS + DECODES
 
 
-def added_up(legs: Legs, seen_ns: int, seen_seqs: int) -> PendingLoad:
-    """What is pending, by looking at each leg; ``num_strange`` left out."""
+def added_up(legs: Legs, seen_ns: int, seen_seqs: int) -> tuple[PendingLoad, list[Burden]]:
+    """What is pending, and which prompts are unreported, by looking at each leg; ``num_strange``
+    left out."""
     name = legs.instance_id
-    kinds = (legs.incoming, legs.recent, legs.settled)
-    everything = sorted(
-        (leg for kind in kinds for leg in kind.values()), key=lambda leg: leg.number
-    )
+    kinds = (legs.incoming, legs.settled, legs.recent)
+    everything = [leg for kind in kinds for leg in kind.values()]
     incoming: list[Reservation] = []
     hidden: list[Reservation] = []
-    maybe: list[tuple[int, int, Reservation]] = []
+    maybe: list[tuple[int, Reservation]] = []
     num_settled = num_blocks = 0
     for leg in everything:
         is_here, is_prompt = leg.prefill_at == name, leg.state is ReservationState.PREFILLING
@@ -47,19 +47,16 @@ def added_up(legs: Legs, seen_ns: int, seen_seqs: int) -> PendingLoad:
         elif since_ns > seen_ns:
             hidden.append(leg)
         elif since_ns > seen_ns - SETTLE_MS * NS_PER_MS:
-            maybe.append((since_ns, leg.number, leg))
+            maybe.append((since_ns, leg))
         else:
             num_settled += 1
-    maybe.sort()
-    hidden += [leg for _, _, leg in maybe[max(0, seen_seqs - num_settled) :]]
+    maybe.sort(key=lambda item: item[0])  # of equals, the last that was told of is the newest
+    hidden = [leg for _, leg in maybe[max(0, seen_seqs - num_settled) :]] + hidden
     prefills = [leg.burden for leg in hidden if leg.state is ReservationState.PREFILLING]
     decodes = [leg.burden for leg in (*hidden, *incoming) if leg.decode_at == name]
     limits = [leg.burden.tpot_limit_ms for leg in everything if leg.decode_at == name]
     head = legs.head
-    return PendingLoad(
-        prefill_seqs=len(prefills),
-        prefill_tokens=sum(burden.prefill_tokens for burden in prefills),
-        prefill_ms=sum(burden.prefill_ms for burden in prefills),
+    pending = PendingLoad(
         decode_seqs=len(decodes),
         decode_context_tokens=sum(burden.context_tokens for burden in decodes),
         decode_blocks=num_blocks,
@@ -68,6 +65,7 @@ def added_up(legs: Legs, seen_ns: int, seen_seqs: int) -> PendingLoad:
         head_ms=head.burden.prefill_ms if head is not None else 0.0,
         head_since_ns=legs.pending.head_since_ns,
     )
+    return pending, prefills
 
 
 class LedgerMachine(RuleBasedStateMachine):
@@ -115,7 +113,6 @@ class LedgerMachine(RuleBasedStateMachine):
         self, instance: InstanceId, num_seqs: int, num_prompts: int | None, age_ms: int
     ) -> None:
         came_ns = max(self.now_ns - age_ms * NS_PER_MS, self.reports.get(instance, (0, 0))[0])
-        before = self.ledger.pending(instance)
         num_prompts = min(num_prompts, num_seqs) if num_prompts is not None else None
         self.ledger.seen(instance, num_seqs, came_ns, num_prompts)
         self.reports[instance] = came_ns, num_seqs
@@ -134,15 +131,15 @@ class LedgerMachine(RuleBasedStateMachine):
         since = [leg for leg in visible if max(leg.made_ns, leg.first_token_ns) > came_ns]
         assert after.decode_blocks == 0 or came_ns < self.now_ns
         hidden = max(len(since), len(visible) - num_seqs)
-        assert after.prefill_seqs <= hidden
+        assert len(self.ledger.unreported(instance)) <= hidden
         assert after.decode_seqs <= hidden + incoming
-        assert before.prefill_seqs >= 0
 
     @rule(instance=st.sampled_from(INSTANCES))
     def lose(self, instance: InstanceId) -> None:
         self.ledger.forget(instance)
         self.reports.pop(instance, None)
         assert self.ledger.pending(instance) == PendingLoad()
+        assert self.ledger.unreported(instance) == []
 
     @rule(ms=st.one_of(st.integers(1, 5), st.integers(1, 3_000)))
     def time_passes(self, ms: int) -> None:
@@ -166,9 +163,6 @@ class LedgerMachine(RuleBasedStateMachine):
             pending = self.ledger.pending(instance)
             assert (
                 min(
-                    pending.prefill_seqs,
-                    pending.prefill_tokens,
-                    pending.prefill_ms,
                     pending.decode_seqs,
                     pending.decode_context_tokens,
                     pending.decode_blocks,
@@ -181,7 +175,11 @@ class LedgerMachine(RuleBasedStateMachine):
             legs = self.ledger._legs.get(instance)
             if legs is not None:
                 seen_ns, seen_seqs = self.reports.get(instance, (-1, 0))
-                assert replace(pending, num_strange=0) == added_up(legs, seen_ns, seen_seqs)
+                wanted, unreported = added_up(legs, seen_ns, seen_seqs)
+                assert replace(pending, num_strange=0) == wanted
+                assert self.ledger.unreported(instance)[::-1] == unreported
+                work_ms = sum(burden.prefill_ms for burden in unreported)
+                assert self.ledger.unreported_ms(instance) == pytest.approx(work_ms)
         self.ledger.check_integrity()
 
     def teardown(self) -> None:

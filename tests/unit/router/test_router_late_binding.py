@@ -62,7 +62,7 @@ def test_idle_cluster_admits_at_once_and_books_both_legs() -> None:
     decision = admitted(cluster, ask(cluster, "a")).decision
     assert decision.action is RouteAction.ADMIT
     assert decision.policy == "goodput"
-    assert cluster.router.state.ledger.pending("p0").prefill_seqs == 1
+    assert len(cluster.router.state.ledger.unreported("p0")) == 1
     assert cluster.router.state.ledger.pending("d0").decode_blocks == 21
     cluster.check()
 

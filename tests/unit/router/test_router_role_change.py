@@ -39,12 +39,12 @@ def test_a_decode_instance_that_comes_back_as_a_prefill_instance(policy: str) ->
     chosen = serve(cluster, 4)
     assert {decision.decode.instance_id for decision in chosen} == {D0}
     assert {d.prefill.instance_id for d in chosen if d.prefill is not None} == {X, P0}
-    prompts = ledger.pending(X).prefill_seqs
+    prompts = ledger.unreported(X)
 
     # Gateways tell what became of the old role's requests: the new one is not to blame.
     for decision in decisions:
         cluster.router.report(decision.decision_id, Outcome.failed(X))
-    assert ledger.pending(X).prefill_seqs == prompts
+    assert ledger.unreported(X) == prompts
     instances = {info.instance_id: info for info in cluster.router.snapshot().instances}
     assert instances[X].breaker == "closed"
     assert instances[X].problem == ""
@@ -63,7 +63,7 @@ def test_a_prefill_instance_that_comes_back_as_a_decode_instance(policy: str) ->
     ledger = cluster.router.state.ledger
 
     cluster.join("x", Role.DECODE, epoch=2)
-    assert ledger.pending(X).prefill_seqs == ledger.pending(X).prefill_tokens == 0
+    assert ledger.unreported(X) == []
     assert ledger.pending(D0).decode_seqs == 2  # they compute their prompts themselves
     (decision,) = serve(cluster, 1)
     assert decision.prefill is None
