@@ -92,7 +92,7 @@ class GoodputPolicy:
             return self._weigh(table, query, holders, ask, prices, now_ms)
         weighed = self._native.weigh(table, query, holders, ask, prices, now_ms)
         if weighed.candidates and self._explores():
-            return self._weigh(table, query, holders, ask, prices, now_ms, explores=True)
+            weighed = self._native.explore(table, query, self._random)
         return weighed
 
     def _weigh(
@@ -103,10 +103,7 @@ class GoodputPolicy:
         ask: Ask,
         prices: Prices,
         now_ms: float,
-        *,
-        explores: bool | None = None,
     ) -> Weighed:
-        """``explores`` None: to be drawn."""
         found = forecast(table, query, holders, ask, self._min_remote, self._stale_ms, now_ms)
         weighed, ratios = _outlook(found)
         starts = found.remote.wait <= table.prefills.ahead
@@ -122,7 +119,7 @@ class GoodputPolicy:
         if np.count_nonzero(starts) < len(starts):
             pairs[~starts] = NEVER
         alone = self._alone(found, prices, rest, may_decode, ratios[1], least_pair)
-        chosen = self._choose(table, pairs, alone, explores)
+        chosen = self._choose(table, pairs, alone)
         if chosen is None:
             weighed.obstacle = _obstacle(found, starts, may_decode)
         else:
@@ -207,11 +204,9 @@ class GoodputPolicy:
             alone[alone > least_pair] = NEVER
         return alone
 
-    def _choose(
-        self, table: PairTable, pairs: Floats, alone: Floats, explores: bool | None
-    ) -> Place | None:
+    def _choose(self, table: PairTable, pairs: Floats, alone: Floats) -> Place | None:
         chosen = cheapest(table, pairs, alone)
-        if chosen is not None and (self._explores() if explores is None else explores):
+        if chosen is not None and self._explores():
             return anyone(self._random, pairs, alone)
         return chosen
 

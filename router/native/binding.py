@@ -27,6 +27,7 @@ _log = get_logger("router")
 @dataclass(frozen=True, slots=True)
 class Library:
     weigh: Callable[[int, int, int], None]
+    num_places: Callable[[int, int], int]
     workspace_size: Callable[[int, int], int]
     blocks_make: Callable[[int], int]
     blocks_free: Callable[[int], None]
@@ -50,6 +51,7 @@ def load_library(cache_dir: Path | None = None) -> Library:
         bind = partial(bind_function, ctypes.PyDLL(str(path)))
         return Library(
             weigh=bind("weigh", c_void_p, c_void_p, c_void_p),
+            num_places=bind("num_places", c_void_p, c_void_p, result=c_int64),
             workspace_size=bind("workspace_size", c_int64, c_int64, result=c_int64),
             blocks_make=bind("blocks_make", c_uint64, result=c_void_p),
             blocks_free=bind("blocks_free", c_void_p),

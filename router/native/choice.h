@@ -36,6 +36,31 @@ inline bool cheapest(const Forecast& found, const Costs& costs, Place& chosen) {
   return true;
 }
 
+// Calls `visit` for each place that is possible, until it returns false: choice.anyone.
+template <typename Visit>
+void each_place(const Forecast& found, const Costs& costs, Visit visit) {
+  int64_t prefills = found.remote.count, decodes = found.local.count;
+  for (int64_t at = 0; at < prefills * decodes; at++)
+    if (costs.pairs[at] != kNever && !visit(Place{at / decodes, at % decodes})) return;
+  for (int64_t i = 0; i < decodes; i++)
+    if (costs.local[i] != kNever && !visit(Place{-1, i})) return;
+}
+
+inline int64_t num_places(const Forecast& found, const Costs& costs) {
+  int64_t count = 0;
+  each_place(found, costs, [&](Place) { return ++count; });
+  return count;
+}
+
+inline bool picked(const Forecast& found, const Costs& costs, Place& chosen) {
+  int64_t left = found.query.pick;
+  each_place(found, costs, [&](Place place) {
+    chosen = place;
+    return left-- > 0;
+  });
+  return left < 0;
+}
+
 // Where the least of `count` costs is, but for `chosen`: as argmin, of equals the first.
 inline int64_t best_but(const double* costs, int64_t count, int64_t stride, int64_t chosen) {
   int64_t best = 0;

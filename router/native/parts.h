@@ -66,6 +66,7 @@ struct Query {
   const int64_t* excluded;                        // rows
   int64_t num_excluded;
   Residuals remote, local, tpot;
+  int64_t pick;  // of the possible places; −1 = the cheapest
 
   bool is_urgent() const { return ttft_ms < kNever; }
   bool has_tpot() const { return tpot_ms < kNever; }

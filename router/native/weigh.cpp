@@ -1,4 +1,4 @@
-// GoodputPolicy.weigh over one table in one call: goodput.py, without its exploration.
+// GoodputPolicy.weigh over one table in one call: goodput.py.
 #include "choice.h"
 
 namespace isthmus {
@@ -63,6 +63,12 @@ extern "C" int64_t isthmus_workspace_size(int64_t num_prefills, int64_t num_deco
   return Forecast::size(num_prefills, num_decodes) + Costs::size(num_prefills, num_decodes);
 }
 
+// How many places were possible for the query that was weighed last.
+extern "C" int64_t isthmus_num_places(const Table* table, const Query* query) {
+  Forecast found(*table, *query);
+  return num_places(found, Costs(found));
+}
+
 extern "C" void isthmus_weigh(const Table* table, const Query* query, Answer* answer) {
   Forecast found(*table, *query);
   forecast(found);
@@ -82,7 +88,7 @@ extern "C" void isthmus_weigh(const Table* table, const Query* query, Answer* an
     decode_costs(found, costs.rest);
     pair_costs(found, costs, ratios.remote);
     local_costs(found, costs, ratios.local);
-    is_possible = cheapest(found, costs, chosen);
+    is_possible = query->pick < 0 ? cheapest(found, costs, chosen) : picked(found, costs, chosen);
     if (is_possible)
       answer->num_candidates = listed(found, costs, chosen, answer->candidates);
   }

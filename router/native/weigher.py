@@ -6,6 +6,7 @@ are filled in by one ``struct`` format each. A table's is made once; its arrays 
 
 from __future__ import annotations
 
+import random
 import struct
 from array import array
 from collections.abc import Sequence
@@ -38,7 +39,9 @@ OBSTACLES = ("", NO_DECODE_INSTANCE, DECODE_FULL, TPOT, PREFILL_BUSY, TTFT)
 MAX_CANDIDATES = 4
 
 _RESIDUALS = "dqq"
-_QUERY = struct.Struct("@6d 3d 5d 2d 3q 3q q qq" + 3 * _RESIDUALS)
+_QUERY = struct.Struct("@6d 3d 5d 2d 3q 3q q qq" + 3 * _RESIDUALS + "q")
+_PICK = struct.Struct("@q")  # which a query ends with
+_CHEAPEST = -1
 _ANSWER = struct.Struct("@8d")
 _CANDIDATE = struct.Struct("@13d")
 
@@ -51,6 +54,7 @@ class Weigher:
         self._min_remote = min_remote_tokens
         self._stale_ms = stale_ms
         self._query, self._query_at = _buffer(_QUERY.size)
+        self._excluded = array("q")  # rows
         self._answer, self._answer_at = _buffer(_ANSWER.size + MAX_CANDIDATES * _CANDIDATE.size)
 
     @classmethod
@@ -69,9 +73,10 @@ class Weigher:
         now_ms: float,
     ) -> Weighed:
         """As ``GoodputPolicy.weigh``."""
-        parts = table.parts or self._parts(table)
+        parts = self._parts(table)
         row_of = table.row_of
-        excluded = array("q", [row_of[name] for name in query.exclude if name in row_of])
+        rows = [row_of[name] for name in query.exclude if name in row_of]
+        excluded = self._excluded = array("q", rows)
         last, quantile, now_ns = ask.last, ask.quantile, ask.now_ns
         last_prefill = last_decode = -1
         if last is not None:
@@ -108,12 +113,24 @@ class Weigher:
             *_residuals(remote, quantile, now_ns),
             *_residuals(local, quantile, now_ns),
             *_residuals(tpot, ask.tpot_quantile, now_ns),
+            _CHEAPEST,
         )
         self._library.weigh(parts.buffer_info()[0], self._query_at, self._answer_at)
         return self._told(table, query)
 
+    def explore(self, table: PairTable, query: RouteQuery, source: random.Random) -> Weighed:
+        """``query`` has just been weighed, and there are candidates: any place instead, one as
+        likely as another."""
+        parts_at = self._parts(table).buffer_info()[0]
+        num_places = self._library.num_places(parts_at, self._query_at)
+        _PICK.pack_into(self._query, _QUERY.size - _PICK.size, source.randrange(num_places))
+        self._library.weigh(parts_at, self._query_at, self._answer_at)
+        return self._told(table, query)
+
     def _parts(self, table: PairTable) -> array[int]:
         """Where the table's columns are. It keeps them, and this with them."""
+        if table.parts is not None:
+            return table.parts
         count, num_decodes = table.num_prefills, len(table.local.views)
         size = self._library.workspace_size(count, num_decodes)
         table.workspace = np.empty(size)
