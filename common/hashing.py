@@ -7,9 +7,10 @@ every process computes the same identity for the same prefix.
 
 from __future__ import annotations
 
+import sys
+from array import array
 from collections.abc import Sequence
 
-import numpy as np
 import xxhash
 
 from isthmus.common.ids import BlockHash
@@ -32,7 +33,10 @@ def block_hashes(
     ``root`` is the parent of block ``first`` (the chain's root when ``first`` is 0).
     """
     num_full = len(token_ids) // block_size
-    data = np.asarray(token_ids[first * block_size : num_full * block_size], dtype="<u4").tobytes()
+    words = array("I", token_ids[first * block_size : num_full * block_size])
+    if sys.byteorder == "big":
+        words.byteswap()
+    data = words.tobytes()
     width = 4 * block_size
     hashes: list[BlockHash] = []
     parent = root

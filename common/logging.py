@@ -7,7 +7,8 @@ import re
 import sys
 import threading
 import time
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
+from datetime import UTC, datetime
 from typing import Any
 
 import structlog
@@ -28,9 +29,7 @@ def configure_logging(config: LoggingConfig, **bound: str) -> None:
         renderer = render_plain
     structlog.configure(
         processors=[
-            structlog.contextvars.merge_contextvars,
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            _stamp_with(bound),
             structlog.processors.format_exc_info,
             renderer,
         ],
@@ -38,8 +37,20 @@ def configure_logging(config: LoggingConfig, **bound: str) -> None:
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
         cache_logger_on_first_use=False,
     )
-    structlog.contextvars.bind_contextvars(**bound)
     structlog.get_logger().debug("logging configured")
+
+
+def _stamp_with(bound: Mapping[str, str]) -> structlog.typing.Processor:
+    """What every line of this process has: whose it is, its level, and when it was."""
+
+    def stamp(
+        _logger: object, level: str, event: MutableMapping[str, Any]
+    ) -> MutableMapping[str, Any]:
+        now = datetime.now(UTC).isoformat()
+        level = "error" if level == "exception" else level
+        return {**bound, **event, "level": level, "timestamp": f"{now[:-6]}Z"}
+
+    return stamp
 
 
 def render_plain(_logger: object, _method: str, event: MutableMapping[str, Any]) -> str:
@@ -48,7 +59,7 @@ def render_plain(_logger: object, _method: str, event: MutableMapping[str, Any])
     at, level, text = (event.pop(key, "") for key in ("timestamp", "level", "event"))
     fields = " ".join(
         [
-            f"{key}={_shown(value) if isinstance(value, str) else repr(value)}"
+            f"{key}={_shown(value)}" if isinstance(value, str) else f"{key}={value!r}"
             for key, value in sorted(event.items())
         ]
     )

@@ -24,7 +24,7 @@ class Transitions(Generic[StateT]):
 
     def check(self, old: StateT, new: StateT) -> StateT:
         """``new`` when the move is legal; raises IllegalTransitionError otherwise."""
-        if not self.can(old, new):
+        if new not in self._table.get(old, ()):
             raise IllegalTransitionError(f"{type(old).__name__}: {old.name} → {new.name}")
         return new
 

@@ -34,7 +34,13 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             message = f"the chat template does not compile: {error}"
             raise ModelFileError(message, stage="load") from error
-        self._special_tokens = dict(special_tokens)
+        # A context of the template's own would be made of its globals, name by name, every time.
+        self._known = {
+            **self._template.globals,
+            "tools": None,
+            "documents": None,
+            **special_tokens,
+        }
 
     def render(
         self,
@@ -49,16 +55,16 @@ class ChatTemplate:
             message = f"chat_template_kwargs may not set {', '.join(sorted(taken))}"
             raise InvalidRequestError(message, param="chat_template_kwargs", stage="template")
         try:
-            return self._template.render(
+            context = self._template.new_context(
                 {
-                    "tools": None,
-                    "documents": None,
-                    **self._special_tokens,
+                    **self._known,
                     **extra,
                     "messages": messages,
                     "add_generation_prompt": add_generation_prompt,
-                }
+                },
+                shared=True,
             )
+            return "".join(self._template.root_render_func(context))
         except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
             # Expressions of a template fail with Python's own errors when a message is unexpected.
             message = f"the model's chat template refuses these messages: {error}"

@@ -283,13 +283,14 @@ class Choice:
         return RequestId(f"{self._plan.request_id}-{self.index}.{self.num_retries}")
 
     def _request(self) -> Request:
-        sampling = self._sampling
+        sampling, token_ids = self._sampling, self.prompt.token_ids
         if self._output.token_ids:
             sampling = replace(sampling, prompt_logprobs=None)
+            token_ids = (*token_ids, *self._output.token_ids)
         return Request(
             request_id=self._request_id,
             model=self._plan.model,
-            token_ids=(*self.prompt.token_ids, *self._output.token_ids),
+            token_ids=token_ids,
             sampling=sampling,
             arrival_ns=self._plan.arrival_ns,
             deadline_ns=self._plan.deadline_ns,

@@ -17,6 +17,7 @@ from isthmus.common.ids import new_request_id
 from isthmus.gateway.choice import ChoiceServices
 from isthmus.gateway.decode_client import DecodeClient
 from isthmus.gateway.goodput import GoodputWindow
+from isthmus.gateway.headers import headers_of
 from isthmus.gateway.limits import Identity, InflightLimiter, KeyRing
 from isthmus.gateway.pipeline import Pipeline
 from isthmus.gateway.router_client import RouterClient
@@ -57,14 +58,14 @@ def gateway_of(request: Request) -> Gateway:
 
 def admit(request: Request) -> Identity:
     """Checks the request's key. Raises AuthenticationError."""
-    return gateway_of(request).keys.identify(request.headers)
+    return gateway_of(request).keys.identify(headers_of(request))
 
 
 def request_id_of(request: Request) -> str:
     """As the client knows it: header ``x-request-id``, its own or a new one."""
     known = request.scope.get(_SCOPE_KEY)
     if known is None:
-        given = request.headers.get("x-request-id", "")
+        given = headers_of(request).get("x-request-id", "")
         known = given if _CLIENT_ID.fullmatch(given) else new_request_id()
         request.scope[_SCOPE_KEY] = known
     return cast("str", known)
@@ -75,7 +76,7 @@ def internal_id(request: Request) -> str:
     known = request.scope.get(_INTERNAL_KEY)
     if known is None:
         known = request_id_of(request)
-        if request.headers.get("x-request-id", "") == known:
+        if headers_of(request).get("x-request-id", "") == known:
             known = f"{known}.{secrets.token_hex(3)}"
         request.scope[_INTERNAL_KEY] = known
     return cast("str", known)

@@ -29,12 +29,12 @@ from isthmus.common.types import (
     TokenLogprob,
     Usage,
 )
-from isthmus.protos.convert.decisions import decision_to_pb, local_reason_from_pb
+from isthmus.protos.convert.decisions import decision_fields, local_reason_from_pb
 from isthmus.protos.convert.errors import error_from_pb
 from isthmus.protos.convert.requests import (
     finish_reason_from_pb,
     logprob_from_pb,
-    request_to_pb,
+    request_fields,
     timeline_from_pb,
     usage_from_pb,
 )
@@ -200,8 +200,8 @@ class _Stream:
         if not self._sinks:
             self._last_message_ns = self._clock.monotonic_ns()
         self._sinks[request.request_id] = sink
-        message = pb.Submit(request=request_to_pb(request), decision=decision_to_pb(decision))
-        self._outgoing.put_nowait(pb.GenerateRequest(submit=message))
+        submit = {"request": request_fields(request), "decision": decision_fields(decision)}
+        self._outgoing.put_nowait(pb.GenerateRequest(submit=submit))
 
     def abort(self, request_id: RequestId, reason: str) -> None:
         if self._sinks.pop(request_id, None) is not None:

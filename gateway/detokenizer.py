@@ -28,10 +28,11 @@ class Detokenizer:
     def __init__(self, tokenizer: TextTokenizer, prompt_ids: Sequence[int] = ()) -> None:
         self._bytes = tokenizer.token_bytes
         self._hidden = tokenizer.special_token_ids
-        self._decoder = _Utf8Decoder("replace")
+        self._decoder: codecs.IncrementalDecoder | None = None  # most never need one
         seed = unfinished_tail(tokenizer, prompt_ids)
-        self._decoder.decode(seed)
         self._is_seeded = self._is_inside = bool(seed)
+        if seed:
+            self._decode(seed)
 
     def push(self, token_ids: Iterable[int]) -> str:
         """The text that these tokens complete; ids outside the vocabulary and special ones hide."""
@@ -40,12 +41,18 @@ class Detokenizer:
         data = b"".join([table[i] for i in token_ids if i not in hidden and i < size])
         if data.isascii() and not self._is_inside:
             return data.decode()  # as most are; the decoder is one of Python's own, and slow
-        text = self._decoder.decode(data)
-        self._is_inside = bool(self._decoder.getstate()[0])
+        text = self._decode(data)
         if self._is_seeded and text:
             self._is_seeded = False
             # The output did not finish the prompt's character: that loss is the prompt's.
             text = text.removeprefix(_REPLACEMENT)
+        return text
+
+    def _decode(self, data: bytes) -> str:
+        if self._decoder is None:
+            self._decoder = _Utf8Decoder("replace")
+        text = self._decoder.decode(data)
+        self._is_inside = bool(self._decoder.getstate()[0])
         return text
 
 
@@ -56,6 +63,8 @@ def unfinished_tail(tokenizer: TextTokenizer, token_ids: Sequence[int]) -> bytes
         if token_id in tokenizer.special_token_ids or len(data) > _MAX_PENDING_BYTES:
             break
         data = tokenizer.token_bytes[token_id] + data
+    if data[-1:].isascii():  # nothing there, too
+        return b""
     decoder = _Utf8Decoder("replace")
     decoder.decode(data)
     return decoder.getstate()[0]

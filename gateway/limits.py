@@ -27,6 +27,7 @@ from isthmus.common.errors import (
     RequestTooLargeError,
 )
 from isthmus.common.slo import TenantConfig, hash_key
+from isthmus.gateway.headers import headers_of
 from isthmus.gateway.plan import ANONYMOUS
 
 _BEARER = "bearer "
@@ -150,7 +151,7 @@ async def read_body(request: Request, config: GatewayConfig) -> bytes:
     """Raises RequestTooLargeError as soon as the limit is passed, before the rest arrives;
     CancelledError when the client leaves, DeadlineError when it takes too long."""
     limit = config.max_body_bytes
-    declared = request.headers.get("content-length", "")
+    declared = headers_of(request).get("content-length", "")
     if declared.isdigit() and int(declared) > limit:
         raise _too_large(limit)
     try:

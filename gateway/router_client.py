@@ -202,8 +202,10 @@ class RouterClient:
         """Hashes of the full blocks as the instances make them, one chain for each size of block
         and model that they have; empty while no instance is known."""
         return tuple(
-            tuple(block_hashes(token_ids, block_size, root_hash(fingerprint, cache_salt)))
-            for fingerprint, block_size in self._facts().kinds
+            [
+                tuple(block_hashes(token_ids, block_size, root_hash(fingerprint, cache_salt)))
+                for fingerprint, block_size in self._facts().kinds
+            ]
         )
 
     def model(self) -> str | None:
@@ -231,6 +233,8 @@ class RouterClient:
             loop.call_soon(loop.call_soon, self._tell_behind)
 
     def _tell_behind(self) -> None:
+        if not self._behind:
+            return
         behind, self._behind = self._behind, []
         for decision_id, outcome in behind:
             try:

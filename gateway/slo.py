@@ -19,6 +19,8 @@ from isthmus.common.types import Slo
 from isthmus.gateway.schemas import MAX_TARGET_MS, SloBody
 
 CLASS_HEADER = "x-isthmus-slo-class"
+_TARGET_HEADERS = {name: f"x-isthmus-{name}-ms" for name in ("ttft", "tpot", "e2e")}
+_HEADERS = frozenset({CLASS_HEADER, *_TARGET_HEADERS.values()})
 _NOTHING_SAID = SloBody()
 ValueT = TypeVar("ValueT", str, float)
 _NUMBER = re.compile(r"[0-9]{1,9}(\.[0-9]{1,6})?")
@@ -38,11 +40,13 @@ class ClassesOfService:
 
         Raises InvalidRequestError naming the parameter or header.
         """
+        if body is None and _HEADERS.isdisjoint(headers):  # as mostly
+            return self._class(None, headers, of_tenant)
         said = body or _NOTHING_SAID
         slo = self._class(said.class_name, headers, of_tenant)
 
         def target(name: str, in_body: float | None, of_class: float | None) -> float | None:
-            header = f"x-isthmus-{name}-ms"
+            header = _TARGET_HEADERS[name]
             value = _one_of(f"slo.{name}_ms", in_body, header, _number(headers, header))
             return of_class if value is None else value
 

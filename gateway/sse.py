@@ -25,6 +25,7 @@ from isthmus.gateway.unexpected import internal_error, log_unexpected
 from isthmus.gateway.waiting import until_left
 
 _log = get_logger("sse")
+_tell_if_unwatched = tell_if_broken(_log, "a client is not watched any more")
 DONE = b"data: [DONE]\n\n"
 STALL_S = 5.0
 RawHeaders = list[tuple[bytes, bytes]]
@@ -46,7 +47,7 @@ class ClientWatch:
 
     def __init__(self, receive: Receive, exchange: Exchange) -> None:
         self._task = asyncio.get_running_loop().create_task(_watch(receive, exchange))
-        self._task.add_done_callback(tell_if_broken(_log, "a client is not watched any more"))
+        self._task.add_done_callback(_tell_if_unwatched)
 
     def stop(self) -> None:
         """Its task ends by itself in the next turn of the loop; nothing is left to wait for."""

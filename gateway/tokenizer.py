@@ -22,6 +22,7 @@ from isthmus.common.gguf_file import read_gguf
 from isthmus.common.model_files import ModelFiles, ModelKind
 from isthmus.gateway.gguf_tokenizer import build_gguf_tokenizer, byte_alphabet
 from isthmus.gateway.longest_token import NO_BOUND, longest_token
+from isthmus.gateway.piece_memory import PieceMemory, piece_memory
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -39,10 +40,16 @@ class TextTokenizer:
     prefix_token_ids: tuple[int, ...] = ()
     """Put before a prompt that is encoded with special tokens (BOS), where the backend does not."""
     chat_template: str | None = None
+    pieces: PieceMemory | None = None
+    """For short texts; None with a backend that works otherwise."""
     special_tokens: dict[str, str] = field(default_factory=dict)
     """bos_token, eos_token … by the names that chat templates use."""
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        if self.pieces is not None and not add_special_tokens:
+            known = self.pieces.encode(text)
+            if known is not None:
+                return known
         # The fast form leaves out where in the text each token lies, which nobody asks for.
         (coded,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = coded.ids
@@ -139,6 +146,7 @@ def _assemble(
         vocab_size=size,
         token_bytes=table,
         longest_token=longest_token(spec, table),
+        pieces=piece_memory(backend, spec),
         special_token_ids=frozenset(i for i, token in added.items() if token.special),
         eos_token_ids=eos_token_ids,
         prefix_token_ids=prefix_token_ids,

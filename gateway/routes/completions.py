@@ -16,10 +16,17 @@ from isthmus.common.errors import IsthmusError
 from isthmus.common.timeline import Event, Timeline
 from isthmus.common.types import LocalPrefillReason
 from isthmus.gateway.accounting import Offer, count_refused
-from isthmus.gateway.context import admit, gateway_of, id_headers, internal_id, session_of
+from isthmus.gateway.context import (
+    Gateway,
+    gateway_of,
+    id_headers,
+    internal_id,
+    session_of,
+)
 from isthmus.gateway.direct import Endpoint
 from isthmus.gateway.exchange import Exchange
 from isthmus.gateway.formats import AnswerFormat, ChatFormat, CompletionFormat
+from isthmus.gateway.headers import headers_of
 from isthmus.gateway.limits import Slot, read_body
 from isthmus.gateway.pipeline import Arrival
 from isthmus.gateway.plan import ANONYMOUS, GenerationPlan
@@ -40,14 +47,15 @@ def _body_schema(model: type[GenerationBody]) -> dict[str, Any]:
 
 @router.post("/v1/chat/completions", openapi_extra=_body_schema(ChatBody))
 async def create_chat(request: Request) -> Response:
-    planner = gateway_of(request).pipeline.plan_chat
-    return await _create(request, ChatBody, planner, ChatFormat)
+    gateway = gateway_of(request)
+    return await _create(request, gateway, ChatBody, gateway.pipeline.plan_chat, ChatFormat)
 
 
 @router.post("/v1/completions", openapi_extra=_body_schema(CompletionBody))
 async def create_completion(request: Request) -> Response:
-    planner = gateway_of(request).pipeline.plan_completion
-    return await _create(request, CompletionBody, planner, CompletionFormat)
+    gateway = gateway_of(request)
+    planner = gateway.pipeline.plan_completion
+    return await _create(request, gateway, CompletionBody, planner, CompletionFormat)
 
 
 POSTS: dict[str, Endpoint] = {
@@ -58,6 +66,7 @@ POSTS: dict[str, Endpoint] = {
 
 async def _create(
     request: Request,
+    gateway: Gateway,
     model: type[BodyT],
     planner: Planner[BodyT],
     form: type[ChatFormat] | type[CompletionFormat],
@@ -66,18 +75,18 @@ async def _create(
 
     Without anybody to serve it a request waits before work is done for it.
     """
-    gateway = gateway_of(request)
     slot: Slot | None = None
+    headers = headers_of(request)
     offer = Offer(gateway.classes.default.class_name, ANONYMOUS)
     try:
-        identity = admit(request)
+        identity = gateway.keys.identify(headers)
         offer = Offer(identity.default_class or offer.slo_class, identity.label)
         slot = gateway.limiter.acquire(identity)
         raw = await read_body(request, gateway.config)
         arrived_ns = gateway.clock.now_ns()
         body = await gateway.pipeline.parse(model, raw)
         gateway.pipeline.check_model(body.model)
-        slo = gateway.classes.resolve(body.slo, request.headers, identity.default_class)
+        slo = gateway.classes.resolve(body.slo, headers, identity.default_class)
         offer = Offer(slo.class_name, identity.label)
         offer.count_offered()
         arrival = Arrival(
@@ -86,7 +95,7 @@ async def _create(
             slo=slo,
             timeline=Timeline({Event.ARRIVED: arrived_ns}),
             arrived_ns=arrived_ns,
-            session=session_of(request.headers),
+            session=session_of(headers),
         )
         await gateway.waiting.until_served(request.receive)
         plan = await planner(body, arrival)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from isthmus.common.ids import DecisionId, RequestId
-from isthmus.common.types import LocalPrefillReason, RouteAction, RouteDecision
-from isthmus.protos.convert.instances import ref_from_pb, ref_to_pb
+from isthmus.common.types import InstanceRef, LocalPrefillReason, RouteAction, RouteDecision
+from isthmus.protos.convert.instances import ref_from_pb
+from isthmus.protos.convert.requests import Fields
 from isthmus.protos.convert.times import instant_after, ms_left
 from isthmus.protos.v1 import router_pb2
 
@@ -18,21 +19,32 @@ _LOCAL_REASONS = {reason.value: reason for reason in LocalPrefillReason}
 
 
 def decision_to_pb(decision: RouteDecision) -> router_pb2.RouteDecision:
-    return router_pb2.RouteDecision(
-        decision_id=decision.decision_id,
-        request_id=decision.request_id,
-        action=_ACTION_TO_PB[decision.action],
-        decode=ref_to_pb(decision.decode) if decision.decode else None,
-        prefill=ref_to_pb(decision.prefill) if decision.prefill else None,
-        alternate=ref_to_pb(decision.alternate) if decision.alternate else None,
-        local_reason=decision.local_reason.value,
-        cached_tokens=decision.cached_tokens,
-        predicted_ttft_ms=decision.predicted_ttft_ms,
-        predicted_tpot_ms=decision.predicted_tpot_ms,
-        policy=decision.policy,
-        reason=decision.reason,
-        ttl_ms=ms_left(decision.expires_ns),
-    )
+    return router_pb2.RouteDecision(**decision_fields(decision))
+
+
+def decision_fields(decision: RouteDecision) -> Fields:
+    """For a message that has a decision in it."""
+    return {
+        "decision_id": decision.decision_id,
+        "request_id": decision.request_id,
+        "action": _ACTION_TO_PB[decision.action],
+        "decode": _ref_fields(decision.decode),
+        "prefill": _ref_fields(decision.prefill),
+        "alternate": _ref_fields(decision.alternate),
+        "local_reason": decision.local_reason.value,
+        "cached_tokens": decision.cached_tokens,
+        "predicted_ttft_ms": decision.predicted_ttft_ms,
+        "predicted_tpot_ms": decision.predicted_tpot_ms,
+        "policy": decision.policy,
+        "reason": decision.reason,
+        "ttl_ms": ms_left(decision.expires_ns),
+    }
+
+
+def _ref_fields(ref: InstanceRef | None) -> Fields | None:
+    if ref is None:
+        return None
+    return {"instance_id": ref.instance_id, "epoch": ref.epoch, "address": ref.address}
 
 
 def local_reason_from_pb(value: str) -> LocalPrefillReason:

@@ -1,6 +1,12 @@
-"""A request, what is asked of it, and what came of it."""
+"""A request, what is asked of it, and what came of it.
+
+A message given to another's constructor is copied, by way of its bytes. What goes into another is
+made as ``Fields`` for that: the constructor fills those in where they belong.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 from isthmus.common.errors import InvalidRequestError
 from isthmus.common.ids import RequestId
@@ -27,19 +33,24 @@ _FINISH_FROM_PB = {value: key for key, value in _FINISH_TO_PB.items()}
 _EVENTS = {event.value: event for event in Event}
 _REMEDIES = {remedy.value: remedy for remedy in Remedy}
 _DEFAULT_SLO = Slo()
+Fields = dict[str, Any]
 
 
 def slo_to_pb(slo: Slo) -> pb.Slo:
-    return pb.Slo(
-        class_name=slo.class_name,
-        ttft_ms=slo.ttft_ms,
-        tpot_ms=slo.tpot_ms,
-        e2e_ms=slo.e2e_ms,
-        quantile=slo.quantile,
-        weight=slo.weight,
-        is_strict=slo.is_strict,
-        on_failure=slo.on_failure.value if slo.on_failure is not None else "",
-    )
+    return pb.Slo(**slo_fields(slo))
+
+
+def slo_fields(slo: Slo) -> Fields:
+    return {
+        "class_name": slo.class_name,
+        "ttft_ms": slo.ttft_ms,
+        "tpot_ms": slo.tpot_ms,
+        "e2e_ms": slo.e2e_ms,
+        "quantile": slo.quantile,
+        "weight": slo.weight,
+        "is_strict": slo.is_strict,
+        "on_failure": slo.on_failure.value if slo.on_failure is not None else "",
+    }
 
 
 def slo_from_pb(message: pb.Slo) -> Slo:
@@ -56,23 +67,23 @@ def slo_from_pb(message: pb.Slo) -> Slo:
     )
 
 
-def sampling_to_pb(params: SamplingParams) -> pb.SamplingParams:
-    return pb.SamplingParams(
-        temperature=params.temperature,
-        top_p=params.top_p,
-        top_k=params.top_k,
-        min_p=params.min_p,
-        max_tokens=params.max_tokens,
-        min_tokens=params.min_tokens,
-        stop_token_ids=params.stop_token_ids,
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
-        repetition_penalty=params.repetition_penalty,
-        logit_bias=[pb.LogitBias(token_id=t, bias=b) for t, b in params.logit_bias],
-        seed=params.seed,
-        logprobs=params.logprobs,
-        prompt_logprobs=params.prompt_logprobs,
-    )
+def sampling_fields(params: SamplingParams) -> Fields:
+    return {
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": params.top_k,
+        "min_p": params.min_p,
+        "max_tokens": params.max_tokens,
+        "min_tokens": params.min_tokens,
+        "stop_token_ids": params.stop_token_ids,
+        "presence_penalty": params.presence_penalty,
+        "frequency_penalty": params.frequency_penalty,
+        "repetition_penalty": params.repetition_penalty,
+        "logit_bias": [{"token_id": token, "bias": bias} for token, bias in params.logit_bias],
+        "seed": params.seed,
+        "logprobs": params.logprobs,
+        "prompt_logprobs": params.prompt_logprobs,
+    }
 
 
 def sampling_from_pb(message: pb.SamplingParams) -> SamplingParams:
@@ -95,18 +106,22 @@ def sampling_from_pb(message: pb.SamplingParams) -> SamplingParams:
 
 
 def request_to_pb(request: Request) -> pb.Request:
-    return pb.Request(
-        request_id=request.request_id,
-        model=request.model,
-        token_ids=request.token_ids,
-        sampling=sampling_to_pb(request.sampling),
-        arrival_unix_ns=request.arrival_ns,
-        timeout_ms=ms_left(request.deadline_ns),
-        slo=slo_to_pb(request.slo),
-        tenant=request.tenant,
-        cache_salt=request.cache_salt,
-        num_resumed_tokens=request.num_resumed_tokens,
-    )
+    return pb.Request(**request_fields(request))
+
+
+def request_fields(request: Request) -> Fields:
+    return {
+        "request_id": request.request_id,
+        "model": request.model,
+        "token_ids": request.token_ids,
+        "sampling": sampling_fields(request.sampling),
+        "arrival_unix_ns": request.arrival_ns,
+        "timeout_ms": ms_left(request.deadline_ns),
+        "slo": slo_fields(request.slo),
+        "tenant": request.tenant,
+        "cache_salt": request.cache_salt,
+        "num_resumed_tokens": request.num_resumed_tokens,
+    }
 
 
 def request_from_pb(message: pb.Request) -> Request:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import json
+import threading
 
 import pytest
 import structlog
@@ -44,6 +46,27 @@ def test_a_log_that_is_no_terminal_is_plain(monkeypatch: pytest.MonkeyPatch) -> 
         get_logger("request").info("request ended", outcome="ok")
     finally:
         structlog.reset_defaults()
-        structlog.contextvars.clear_contextvars()
     _, line = written.getvalue().split("[info     ] ")
     assert line == f"{'request ended':<30} component=request outcome=ok role=gateway\n"
+
+
+def test_lines_of_every_thread_say_whose_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.StringIO()
+    monkeypatch.setattr("sys.stderr", written)
+    try:
+        configure_logging(LoggingConfig(format="json"), role="decode", instance="decode-0")
+        log = get_logger("engine")
+        thread = threading.Thread(target=lambda: log.warning("slow", role="its own"))
+        thread.start()
+        thread.join(5)
+        try:
+            raise RuntimeError("broken")
+        except RuntimeError:
+            log.exception("failed")
+    finally:
+        structlog.reset_defaults()
+    slow, failed = map(json.loads, written.getvalue().splitlines())
+    assert (slow["level"], slow["instance"], slow["role"]) == ("warning", "decode-0", "its own")
+    assert (failed["level"], failed["role"]) == ("error", "decode")
+    assert "RuntimeError: broken" in failed["exception"]
+    assert failed["timestamp"].endswith("Z")
