@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from isthmus.common.clock import NS_PER_MS
 from isthmus.common.cluster import Role
 from isthmus.router.cluster_view import PROMPT_MEMORY_MS, InstanceView
-from isthmus.router.legs import PendingLoad
+from isthmus.router.pending import PendingLoad
 from isthmus.router.reservation import NO_LIMIT
 
 Floats = NDArray[np.float64]

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from isthmus.common.clock import NS_PER_MS
 from isthmus.common.ids import DecisionId, InstanceId
-from isthmus.router.legs import Legs, PendingLoad
+from isthmus.router.legs import Legs
+from isthmus.router.pending import PendingLoad
 from isthmus.router.reservation import (
     RESERVATION_TRANSITIONS,
     Burden,
@@ -78,14 +79,14 @@ class Ledger:
         reservation.expires_ns = now_ns + self._ttl_ns
         self._reservations[decision_id] = self._reservations.pop(decision_id)
         self.num_freed += 1
-        self.changed |= {reservation.prefill_at, reservation.decode_at}
+        self.changed.add(reservation.prefill_at)
         # An instance may have been forgotten meanwhile.
         legs = self._legs.get(reservation.prefill_at)
         if legs is not None:
             legs.computed(reservation, now_ns)
         legs = self._legs.get(reservation.decode_at)
-        if legs is not None:
-            legs.arrive(reservation)
+        if legs is not None and legs.arrive(reservation):
+            self.changed.add(reservation.decode_at)
         return reservation
 
     def end(self, decision_id: DecisionId, now_ns: int) -> Reservation | None:

@@ -11,11 +11,13 @@ whole numbers, so that they cannot drift; times are added up anew when they are 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import islice, takewhile
 
 from isthmus.common.clock import NS_PER_MS
 from isthmus.common.ids import DecisionId, InstanceId
+from isthmus.router.pending import LegSum, PendingLoad
 from isthmus.router.reservation import NO_LIMIT, Burden, Reservation, ReservationState
 
 SETTLE_MS = 1_000
@@ -23,40 +25,6 @@ _NEVER_SEEN_NS = -1
 # Looked up per leg and sum; an enum's member costs more to find than to compare.
 _PREFILLING = ReservationState.PREFILLING
 LegsById = dict[DecisionId, Reservation]
-
-
-@dataclass(slots=True)
-class PendingLoad:
-    """``decode_…``: on top of an instance's last report. Of all that this router knows to be there:
-    ``tightest_tpot_ms`` of the decode legs, ``prompts_ms`` of prompts without a first token,
-    ``head_ms`` of the oldest of them, which is computed since ``head_since_ns`` at the earliest;
-    ``num_strange``: sequences in the last report that are not this router's.
-    """
-
-    decode_seqs: int = 0
-    decode_context_tokens: int = 0
-    decode_blocks: int = 0
-    tightest_tpot_ms: float = NO_LIMIT
-    prompts_ms: float = 0.0
-    head_ms: float = 0.0
-    head_since_ns: int = 0
-    num_strange: int = 0
-
-
-@dataclass(slots=True)
-class _Sum:
-    """Of some legs of an instance: how many, how many of them decode there, and with how much
-    context."""
-
-    num_legs: int = 0
-    decode_seqs: int = 0
-    context_tokens: int = 0
-
-    def count(self, leg: Reservation, sign: int, *, is_decode: bool) -> None:
-        self.num_legs += sign
-        if is_decode:
-            self.decode_seqs += sign
-            self.context_tokens += sign * leg.burden.context_tokens
 
 
 @dataclass(slots=True)
@@ -73,8 +41,10 @@ class Legs:
     forgotten: LegsById = field(default_factory=dict)
     _limits: dict[float, int] = field(default_factory=dict)  # TPOT limit → decode legs that have it
     _incoming_context: int = 0
-    _recent_sum: _Sum = field(default_factory=_Sum)
-    _new_sum: _Sum = field(default_factory=_Sum)  # of those of them that no report can contain yet
+    _recent_sum: LegSum = field(default_factory=LegSum)
+    _new_sum: LegSum = field(
+        default_factory=LegSum
+    )  # of those of them that no report can contain yet
     _new_blocks: int = 0  # of decode legs made since then, visible or not
     _seen_ns: int = _NEVER_SEEN_NS  # when the last report came …
     _seen_seqs: int = 0  # … of how many sequences it speaks …
@@ -127,13 +97,18 @@ class Legs:
                 self._new_blocks += leg.burden.blocks
         self._pending = self._unreported_ms = None
 
-    def arrive(self, leg: Reservation) -> None:
+    def arrive(self, leg: Reservation) -> bool:
         """Its prompt, which was computed elsewhere, has its first token. No earlier report can
-        contain it, so it is pending all the same, but it has come."""
-        if self.incoming.pop(leg.decision_id, None) is not None:
-            self._incoming_context -= leg.burden.context_tokens
-            self._show(leg)
-            self._pending = self._unreported_ms = None
+        contain it, so it is pending all the same, but it has come. Returns whether what is pending
+        may have changed: when a report came at the same time."""
+        if self.incoming.pop(leg.decision_id, None) is None:
+            return False
+        self._incoming_context -= leg.burden.context_tokens
+        self._show(leg)
+        if leg.first_token_ns > self._seen_ns:
+            return False
+        self._pending = None
+        return True
 
     def computed(self, leg: Reservation, now_ns: int) -> None:
         """A prompt that was computed here has its first token."""
@@ -181,19 +156,15 @@ class Legs:
             for leg in everything
             if leg.prefill_at == self.instance_id and leg.state is _PREFILLING
         }
-        limits = [leg.burden.tpot_limit_ms for leg in everything if self._decodes(leg)]
+        decodes = [leg for leg in everything if leg.decode_at == self.instance_id]
+        limits = [leg.burden.tpot_limit_ms for leg in decodes]
         limits = [limit for limit in limits if limit != NO_LIMIT]
         assert self._limits == {limit: limits.count(limit) for limit in limits}
         context = sum(leg.burden.context_tokens for leg in self.incoming.values())
         assert self._incoming_context == context
         new = [leg for leg in self.recent.values() if self._since_ns(leg) > self._seen_ns]
-        for kept, legs in ((self._recent_sum, self.recent.values()), (self._new_sum, new)):
-            burdens = [leg.burden for leg in legs if self._decodes(leg)]
-            context = sum(burden.context_tokens for burden in burdens)
-            assert kept == _Sum(len(legs), len(burdens), context)
-
-    def _decodes(self, leg: Reservation) -> bool:
-        return leg.decode_at == self.instance_id
+        assert self._recent_sum == self._sum_of(self.recent.values())
+        assert self._new_sum == self._sum_of(new)
 
     def _since_ns(self, leg: Reservation) -> int:
         """When it became visible."""
@@ -212,7 +183,7 @@ class Legs:
 
     def _count_new(self) -> None:
         """Anew: mostly there are none, as a report that has just come is newer than all."""
-        self._new_sum, self._new_blocks, seen_ns = _Sum(), 0, self._seen_ns
+        self._new_sum, self._new_blocks, seen_ns = LegSum(), 0, self._seen_ns
         for leg in reversed(self.recent.values()):
             if self._since_ns(leg) <= seen_ns:
                 break
@@ -305,12 +276,23 @@ class Legs:
         excess = len(self.settled) + num_maybe - self._seen_seqs
         return num_new + (min(num_maybe, excess) if excess > 0 else 0)
 
-    def _hidden(self) -> _Sum:
+    def _hidden(self) -> LegSum:
         recent, new, num_hidden = self._recent_sum, self._new_sum, self._num_hidden()
         if num_hidden == recent.num_legs or not recent.decode_seqs:
             return recent
         if num_hidden == new.num_legs:
             return new
-        newest, name = islice(reversed(self.recent.values()), num_hidden), self.instance_id
-        contexts = [leg.burden.context_tokens for leg in newest if leg.decode_at == name]
-        return _Sum(num_hidden, len(contexts), sum(contexts))
+        legs, num_shown = self.recent.values(), recent.num_legs - num_hidden
+        if num_hidden <= num_shown:
+            return self._sum_of(islice(reversed(legs), num_hidden))
+        shown = self._sum_of(islice(legs, num_shown))
+        return LegSum(
+            num_hidden,
+            recent.decode_seqs - shown.decode_seqs,
+            recent.context_tokens - shown.context_tokens,
+        )
+
+    def _sum_of(self, legs: Iterable[Reservation]) -> LegSum:
+        found, name = list(legs), self.instance_id
+        contexts = [leg.burden.context_tokens for leg in found if leg.decode_at == name]
+        return LegSum(len(found), len(contexts), sum(contexts))

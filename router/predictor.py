@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 
 from isthmus.common.clock import NS_PER_MS
 from isthmus.router.cluster_view import InstanceView
-from isthmus.router.legs import PendingLoad
 from isthmus.router.links import SETUP_MS, Links
+from isthmus.router.pending import PendingLoad
 from isthmus.router.reservation import NO_LIMIT, Burden
 from isthmus.router.types import RouteQuery
 
@@ -165,9 +165,7 @@ class Predictor:
             size = decode.uncached_tokens, decode.cached_tokens
             rival_ms = rival.factor * rival.view.latency.prefill_ms(*size)
             least_factor = rival_ms / decode.view.latency.prefill_ms(*size)
-        option = self.prefill_option(
-            decode.view, unreported_ms, query, depth, now_ns, least_factor
-        )
+        option = self.prefill_option(decode.view, unreported_ms, query, depth, now_ns, least_factor)
         num_chunks = -(-option.uncached_tokens // decode.view.info.max_num_batched_tokens)
         option.prefill_ms += num_chunks * decode.tpot_ms
         option.ttft_ms = option.wait_ms + option.prefill_ms

@@ -20,9 +20,9 @@ from isthmus.common.ids import InstanceId
 from isthmus.router.blocks import Holders
 from isthmus.router.cluster_view import InstanceView
 from isthmus.router.columns import DecodeColumns, Floats, PromptColumns
-from isthmus.router.legs import PendingLoad
 from isthmus.router.links import Links
 from isthmus.router.pairing import CompatKey
+from isthmus.router.pending import PendingLoad
 
 PendingOf = Callable[[InstanceId], PendingLoad]
 SlotOf = Callable[[InstanceId], int]  # in the prefix index

@@ -12,7 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from isthmus.common.clock import NS_PER_MS
 from isthmus.common.ids import DecisionId, InstanceId
 from isthmus.router.ledger import Ledger
-from isthmus.router.legs import SETTLE_MS, Legs, PendingLoad
+from isthmus.router.legs import SETTLE_MS, Legs
+from isthmus.router.pending import PendingLoad
 from isthmus.router.reservation import (
     NO_LIMIT,
     RESERVATION_TRANSITIONS,
@@ -76,6 +77,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.open: dict[DecisionId, tuple[InstanceId, InstanceId, bool]] = {}
         self.count = 0
         self.reports: dict[InstanceId, tuple[int, int]] = {}  # when, and of how many sequences
+        self.known = dict.fromkeys(INSTANCES, PendingLoad())  # what is pending, as it was last read
 
     @rule(prefill=st.sampled_from(INSTANCES), decode=st.sampled_from(DECODES))
     def reserve(self, prefill: InstanceId, decode: InstanceId) -> None:
@@ -161,6 +163,8 @@ class LedgerMachine(RuleBasedStateMachine):
         assert len(self.ledger) == len(self.open)
         for instance in INSTANCES:
             pending = self.ledger.pending(instance)
+            assert pending == self.known[instance] or instance in self.ledger.changed
+            self.known[instance] = pending
             assert (
                 min(
                     pending.decode_seqs,
@@ -180,6 +184,7 @@ class LedgerMachine(RuleBasedStateMachine):
                 assert self.ledger.unreported(instance)[::-1] == unreported
                 work_ms = sum(burden.prefill_ms for burden in unreported)
                 assert self.ledger.unreported_ms(instance) == pytest.approx(work_ms)
+        self.ledger.changed.clear()
         self.ledger.check_integrity()
 
     def teardown(self) -> None:

@@ -117,3 +117,21 @@ def test_a_first_token_of_an_earlier_epoch_is_none_of_the_prompt_that_is_compute
     bench.first_token("old")
     assert bench.ledger.pending(PREFILL).head_since_ns == made_ns
     bench.ledger.check_integrity()
+
+
+def test_a_first_token_is_news_of_the_decode_instance_only_beside_its_report() -> None:
+    bench = Bench()
+    for name in ("a", "b"):
+        bench.remote(name)
+    assert bench.ledger.pending(DECODE).decode_seqs == 2
+    bench.ledger.changed.clear()
+    bench.first_token("a")  # it was pending, and is
+    assert bench.ledger.changed == {PREFILL}
+    assert bench.ledger.pending(DECODE).decode_seqs == 2
+
+    bench.report(num_seqs=2, num_prompts=0)
+    assert bench.ledger.pending(DECODE).decode_seqs == 1
+    bench.ledger.changed.clear()
+    bench.first_token("b")  # at the time of the report, which speaks of it
+    assert bench.ledger.changed == {PREFILL, DECODE}
+    assert bench.ledger.pending(DECODE).decode_seqs == 0
