@@ -39,7 +39,7 @@ class _Entries:
         self._memory = bytearray(self._format.size)
         self._numbers: Floats = np.frombuffer(self._memory)
 
-    def put(self, place: int, *numbers: float) -> None:
+    def put(self, place: int, numbers: tuple[float, ...]) -> None:
         self._format.pack_into(self._memory, 0, *numbers)
         self._entries[place][:] = self._numbers
 
@@ -96,8 +96,7 @@ class PromptColumns:
             strange = view.reported_work_ms * load.num_strange / num_seqs
         ahead = max(AHEAD_MS, AHEAD_BASES * model.prefill_base)
         may_be_chosen = view.is_usable(now_ns)
-        self._entries.put(
-            row,
+        numbers = (
             model.prefill_base * factor,
             model.prefill_token * factor,
             model.prefill_pair * factor,
@@ -113,6 +112,7 @@ class PromptColumns:
             view.last_chosen,
             0.0 if may_be_chosen else NO_LIMIT,
         )
+        self._entries.put(row, numbers)
         return may_be_chosen, strange > 0.0
 
 
@@ -176,8 +176,7 @@ class DecodeColumns:
                 step = large_base + large_seq * seqs + large_ctx * context
         if view.prompt_ms:
             self.prompted.add(row)
-        self._entries.put(
-            row,
+        numbers = (
             base,
             seq,
             ctx,
@@ -198,6 +197,7 @@ class DecodeColumns:
             factor,
             view.block_size,
         )
+        self._entries.put(row, numbers)
 
     def prompt_share(self, now_ms: float) -> Floats:
         """Of an instance's time, that prompts have taken from its decodes lately."""

@@ -6,7 +6,7 @@ reservation: at its outcome or when it expires.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from isthmus.common import metrics
 from isthmus.common.clock import NS_PER_MS
@@ -48,7 +48,7 @@ class OpenDecision:
     ttft_quantile_ms: float
     tpot_ms: float
     tpot_quantile_ms: float
-    failed: set[InstanceId] = field(default_factory=set)  # asked for the prompt in vain
+    failed: frozenset[InstanceId] = frozenset()  # asked for the prompt in vain
 
     @property
     def counts_for_prices(self) -> bool:
@@ -117,7 +117,7 @@ class Feedback:
             self._blame(made, outcome.failed_instance, now_ns)
             if outcome.kind is OutcomeKind.PREFILL_FAILED:
                 if made is not None:
-                    made.failed.add(outcome.failed_instance)
+                    made.failed |= {outcome.failed_instance}
                 return
         if outcome.kind is OutcomeKind.FIRST_TOKEN:
             self._first_token(decision_id, made, now_ns)

@@ -57,7 +57,8 @@ class Legs:
         return len(self.incoming) + len(self.recent) + len(self.settled)
 
     def __contains__(self, decision_id: DecisionId) -> bool:
-        return any(decision_id in kind for kind in (self.recent, self.settled, self.incoming))
+        recent, settled, incoming = self.recent, self.settled, self.incoming
+        return decision_id in recent or decision_id in settled or decision_id in incoming
 
     @property
     def head(self) -> Reservation | None:

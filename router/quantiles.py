@@ -206,7 +206,7 @@ class ResidualTable:
         now_ns: int,
     ) -> bool:
         """``promised_ms``: the q-quantile that was predicted. Returns whether it was kept."""
-        found = self._table.setdefault((kind, bucket), Residuals())
+        found = self._made(kind, bucket)
         found.observe(ratio_of(measured_ms, predicted_ms), now_ns)
         is_hit = measured_ms <= promised_ms
         found.covered(quantile, is_hit)
@@ -216,8 +216,7 @@ class ResidualTable:
         self, kind: Kind, bucket: int, measured_ms: float, predicted_ms: float, now_ns: int
     ) -> None:
         """As ``observe``, of what was promised to nobody."""
-        found = self._table.setdefault((kind, bucket), Residuals())
-        found.observe(ratio_of(measured_ms, predicted_ms), now_ns)
+        self._made(kind, bucket).observe(ratio_of(measured_ms, predicted_ms), now_ns)
 
     def coverage(self, kind: Kind, quantile: float) -> tuple[float, int]:
         """Share of the recent measurements that were below the prediction, and their number."""
@@ -235,3 +234,9 @@ class ResidualTable:
             for (kind, _), residuals in self._table.items()
             for key in residuals.levels
         }
+
+    def _made(self, kind: Kind, bucket: int) -> Residuals:
+        found = self._table.get((kind, bucket))
+        if found is None:
+            found = self._table[kind, bucket] = Residuals()
+        return found

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import islice
 
 from isthmus.common import metrics
 from isthmus.common.clock import NS_PER_MS, Clock
@@ -376,7 +375,8 @@ def _alternate(
     """Who else could compute the prompt for the first candidate's decode instance: the policy's
     next choice or, where it named no other, whoever of ``others`` would be quickest."""
     first = candidates[0]
-    for other in islice(candidates, 1, None):
+    for place in range(1, len(candidates)):
+        other = candidates[place]
         is_pair = other.decode.view is first.decode.view and not other.is_local
         if is_pair and other.prefill.view is not first.prefill.view:
             return other.prefill.view.ref
