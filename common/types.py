@@ -88,7 +88,8 @@ class Request:
 
     When a stream is resumed on another instance its delivered outputs are the tail of
     ``token_ids``. Sampling positions, penalties, ``min_tokens`` and ``max_tokens`` still count
-    from the prompt's end.
+    from the prompt's end, and TPOT from ``first_token_ns``: unix time when the first output was
+    there, None while there is none.
     """
 
     request_id: RequestId
@@ -101,6 +102,7 @@ class Request:
     tenant: str = ""
     cache_salt: str = ""
     num_resumed_tokens: int = 0
+    first_token_ns: int | None = None
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -54,7 +54,7 @@ from isthmus.decode_worker.prefill_client import PrefillClient
 from isthmus.decode_worker.remote_prefill import RemotePrefill
 from isthmus.decode_worker.reservations import Reservations
 from isthmus.engine.admission import check_request
-from isthmus.engine.types import Reservation, SequenceMode, SequenceUpdate
+from isthmus.engine.types import Reservation, SequenceUpdate
 from isthmus.worker.role import WorkerRuntime
 
 log = get_logger("generation")
@@ -111,7 +111,6 @@ class Generation:
         self._outbox = outbox
         self._timeline = Timeline()
         self._delivered: list[int] = []
-        self._first_token_ns: int | None = None  # of a remote prefill, monotonic
         self._num_cached_tokens: int | None = None
         self._local_reason = LocalPrefillReason.NONE
         self._transferred_bytes = 0
@@ -195,7 +194,8 @@ class Generation:
 
     def _on_first_token(self, first: PrefillFirstToken) -> None:
         self._move(GenerationState.RECEIVING)
-        self._first_token_ns = self._runtime.clock.monotonic_ns()
+        if self.request.first_token_ns is None:
+            self.request = replace(self.request, first_token_ns=self._now())
         self._first_reason = first.finish_reason
         self._start(first.num_cached_tokens)
         self._deliver(
@@ -219,9 +219,7 @@ class Generation:
         if exposed_s is not None:
             self._runtime.metrics.kv_ready(exposed_s)
         try:
-            self._runtime.engine.admit_with_kv(
-                reservation, self.request, self._delivered[-1], self._first_token_ns
-            )
+            self._runtime.engine.admit_with_kv(reservation, self.request, self._delivered[-1])
         except BaseException:
             self._reservations.give_back(reservation)
             raise
@@ -303,7 +301,7 @@ class Generation:
         self._local_reason = reason
         self._timeline.mark(Event.ADMITTED, self._now())
         self._timeline.mark(Event.PREFILL_QUEUED, self._now())
-        self._runtime.engine.add(request, SequenceMode.FULL, self._first_token_ns)
+        self._runtime.engine.add(request)
         self._runtime.load.changed()
         await self._run_in_engine()
 

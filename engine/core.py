@@ -110,19 +110,14 @@ class EngineCore:
 
     # --- requests ------------------------------------------------------------------------------
 
-    def add(
-        self,
-        request: Request,
-        mode: SequenceMode = SequenceMode.FULL,
-        first_token_ns: int | None = None,
-    ) -> None:
-        """Queues a request. Raises ContextLengthError, InvalidRequestError. ``first_token_ns``: of
-        one that goes on behind delivered tokens, when the first of them was there (monotonic).
+    def add(self, request: Request, mode: SequenceMode = SequenceMode.FULL) -> None:
+        """Queues a request. Raises ContextLengthError, InvalidRequestError.
 
         A prompt that could never fit in the KV store is longer than ``max_model_len``."""
         sequence = self._new_sequence(request, mode)
-        if first_token_ns is not None and request.num_resumed_tokens:
-            sequence.pace_from(first_token_ns, request.num_prompt_tokens + 1)
+        is_resumed = request.num_resumed_tokens and request.first_token_ns is not None
+        if is_resumed and mode is SequenceMode.FULL:
+            self._pace(sequence)
         with self._lock:
             self._owners.add(sequence)
             self._signal.wake()
@@ -153,16 +148,9 @@ class EngineCore:
             self._owners.add_reservation(request.request_id, table, request.slo.tpot_ms)
             return self._reservation(request.request_id, table)
 
-    def admit_with_kv(
-        self,
-        reservation: Reservation,
-        request: Request,
-        first_token: int,
-        first_token_ns: int | None = None,
-    ) -> None:
+    def admit_with_kv(self, reservation: Reservation, request: Request, first_token: int) -> None:
         """Goes on decoding after ``first_token``, which was delivered already and did not end the
-        request: at ``first_token_ns`` by the monotonic clock, None = now. KV of all
-        ``request.token_ids`` is in the reserved blocks, but for blocks outside the window of every
+        request: now, where ``request`` does not say when. KV of all ``request.token_ids`` is in the reserved blocks, but for blocks outside the window of every
         later token, layer by layer; where there are none of these, the full blocks enter the
         prefix cache now. Raises InternalError, changing nothing, when any of this is untrue."""
         assert reservation.request_id == request.request_id
@@ -172,9 +160,7 @@ class EngineCore:
             raise InternalError(
                 f"request {request.request_id} is over with its first token", stage="admit"
             )
-        if first_token_ns is None:
-            first_token_ns = self._clock.monotonic_ns()
-        sequence.pace_from(first_token_ns, sequence.num_tokens)
+        self._pace(sequence)
         with self._lock:
             unmoved = self.kv_layout.unmoved_tokens(len(request.token_ids))
             self._owners.admit_reservation(sequence, unmoved)
@@ -361,6 +347,13 @@ class EngineCore:
         if not self._kv.enable_prefix_cache:
             return []
         return block_hashes(request.token_ids, self._kv.block_size, self._root_hash(request))
+
+    def _pace(self, sequence: Sequence) -> None:
+        """TPOT counts from the request's first token, whichever instance sampled it."""
+        request, now_ns = sequence.request, self._clock.now_ns()
+        first_ns = now_ns if request.first_token_ns is None else request.first_token_ns
+        began_ns = self._clock.monotonic_ns() - max(0, now_ns - first_ns)
+        sequence.pace_from(began_ns, request.num_prompt_tokens + 1)
 
     def _new_sequence(self, request: Request, mode: SequenceMode) -> Sequence:
         check_request(request, self.max_model_len, self.spec.vocab_size)

@@ -298,6 +298,7 @@ class Choice:
             tenant=self._plan.tenant,
             cache_salt=self._plan.cache_salt,
             num_resumed_tokens=len(self._output.token_ids),
+            first_token_ns=self._output.first_token_ns,
         )
 
     def _query(self, prefer_decode: InstanceId | None = None) -> ChoiceQuery:

@@ -61,6 +61,13 @@ class SequenceOutput:
             return None
         return (self._last_token_ns - self._first_token_ns) / NS_PER_S / gaps
 
+    @property
+    def first_token_ns(self) -> int | None:
+        """When the first token came, unix time; None before."""
+        if not self._first_token_ns:
+            return None
+        return self._clock.now_ns() - (self._clock.monotonic_ns() - self._first_token_ns)
+
     def push(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> bool:
         """Tokens that came together; what follows a stop string is dropped. True: one was found."""
         if token_ids:

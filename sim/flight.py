@@ -59,7 +59,7 @@ class Flight:
 
     def leg(self, most_tokens: int, *, is_for_peer: bool = False) -> SimSequence:
         """``most_tokens`` of output: an answer may be cut off by what fits, as the engine does."""
-        request = self.request
+        request, first_ns = self.request, self.record.first_ns
         return SimSequence(
             owner=self,
             num_prompt=request.num_prompt,
@@ -69,6 +69,8 @@ class Flight:
             tpot_ms=request.slo.tpot_ms,
             most_output=min(most_tokens, request.max_output),
             is_for_peer=is_for_peer,
+            first_ns=START_NS + first_ns if first_ns is not None else 0,
+            num_first=1 if first_ns is not None else 0,
         )
 
 

@@ -20,7 +20,7 @@ from isthmus.common.types import (
     TokenLogprob,
     Usage,
 )
-from isthmus.protos.convert.times import instant_after, ms_left
+from isthmus.protos.convert.times import instant_after, instant_before, ms_left, ms_since
 from isthmus.protos.v1 import common_pb2 as pb
 
 _FINISH_TO_PB = {
@@ -110,6 +110,7 @@ def request_to_pb(request: Request) -> pb.Request:
 
 
 def request_fields(request: Request) -> Fields:
+    first_ns = request.first_token_ns
     return {
         "request_id": request.request_id,
         "model": request.model,
@@ -121,6 +122,7 @@ def request_fields(request: Request) -> Fields:
         "tenant": request.tenant,
         "cache_salt": request.cache_salt,
         "num_resumed_tokens": request.num_resumed_tokens,
+        "first_token_age_ms": ms_since(first_ns) if first_ns is not None else None,
     }
 
 
@@ -128,6 +130,7 @@ def request_from_pb(message: pb.Request) -> Request:
     """Raises InvalidRequestError for a request without id or tokens."""
     if not message.request_id or not message.token_ids:
         raise InvalidRequestError("a request needs an id and at least one token", stage="decode")
+    has_first = message.HasField("first_token_age_ms")
     return Request(
         request_id=RequestId(message.request_id),
         model=message.model,
@@ -139,6 +142,7 @@ def request_from_pb(message: pb.Request) -> Request:
         tenant=message.tenant,
         cache_salt=message.cache_salt,
         num_resumed_tokens=message.num_resumed_tokens,
+        first_token_ns=instant_before(message.first_token_age_ms) if has_first else None,
     )
 
 

@@ -133,7 +133,7 @@ class SamplingParams(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., logit_bias: _Optional[_Iterable[_Union[LogitBias, _Mapping]]] = ..., seed: _Optional[int] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ...) -> None: ...
 
 class Request(_message.Message):
-    __slots__ = ("request_id", "model", "token_ids", "sampling", "arrival_unix_ns", "timeout_ms", "slo", "tenant", "cache_salt", "num_resumed_tokens")
+    __slots__ = ("request_id", "model", "token_ids", "sampling", "arrival_unix_ns", "timeout_ms", "slo", "tenant", "cache_salt", "num_resumed_tokens", "first_token_age_ms")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -144,6 +144,7 @@ class Request(_message.Message):
     TENANT_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     NUM_RESUMED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_AGE_MS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -154,7 +155,8 @@ class Request(_message.Message):
     tenant: str
     cache_salt: str
     num_resumed_tokens: int
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., arrival_unix_ns: _Optional[int] = ..., timeout_ms: _Optional[int] = ..., slo: _Optional[_Union[Slo, _Mapping]] = ..., tenant: _Optional[str] = ..., cache_salt: _Optional[str] = ..., num_resumed_tokens: _Optional[int] = ...) -> None: ...
+    first_token_age_ms: int
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., arrival_unix_ns: _Optional[int] = ..., timeout_ms: _Optional[int] = ..., slo: _Optional[_Union[Slo, _Mapping]] = ..., tenant: _Optional[str] = ..., cache_salt: _Optional[str] = ..., num_resumed_tokens: _Optional[int] = ..., first_token_age_ms: _Optional[int] = ...) -> None: ...
 
 class AlternativeToken(_message.Message):
     __slots__ = ("token_id", "logprob")

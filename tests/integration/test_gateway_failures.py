@@ -124,6 +124,9 @@ async def test_a_stream_whose_instance_dies_goes_on_elsewhere(
         delivered = list(request.token_ids[num_prompt:])
         assert delivered == list(gateway.ids(TEXT)[: request.num_resumed_tokens])
         assert request.sampling.seed == 7 + index
+        assert not first.HasField("first_token_age_ms")
+        assert 0 <= request.first_token_age_ms < 60_000
+        assert request.HasField("first_token_age_ms")
 
 
 @pytest.mark.asyncio

@@ -18,6 +18,7 @@ from isthmus.engine.scheduler import Scheduler, StepPlan
 from isthmus.engine.sequence import Sequence
 from isthmus.engine.types import SequenceMode
 from tests.support.engine_driver import make_prompt, make_request
+from tests.support.tiny_model import make_tiny_core
 
 SPEED = LatencyModel(
     prefill_base=10.0,
@@ -165,6 +166,32 @@ def test_a_stream_that_goes_on_here_is_due_from_its_first_token_elsewhere() -> N
     bench.wait("prompt", 600)
     # Half a second behind: it takes back half of what it could.
     assert bench.step().num_prefill_tokens == pytest.approx((PACE * TARGET - 20) / 2, abs=1)
+
+
+@pytest.mark.parametrize("has_kv", [True, False])
+def test_a_resumed_stream_owes_the_tokens_that_were_due_while_its_instance_was_lost(
+    has_kv: bool,
+) -> None:
+    clock = VirtualClock(start_ns=10**18)
+    core = make_tiny_core(clock=clock)
+    core.expect(replace(SPEED, prefill_token=20.0))
+    request = replace(
+        make_request("resumed", make_prompt(8), num_resumed_tokens=3, max_tokens=40),
+        slo=Slo(tpot_ms=TARGET),
+        first_token_ns=clock.now_ns() - 1_000_000_000,  # nine more tokens were due
+    )
+    if has_kv:
+        core.admit_with_kv(core.reserve(request), request, first_token=1)
+    else:
+        core.add(request)
+        core.step()
+    core.add(make_request("prompt", make_prompt(20)))
+    # It takes back half of what it could: 35 ms, and a token of the prompt costs 20.
+    chunk = core.step()
+    assert chunk is not None
+    assert chunk.num_decode_tokens == 1
+    assert chunk.num_prefill_tokens == 1
+    assert chunk.is_paced
 
 
 def test_steps_slower_than_expected_get_smaller_chunks() -> None:

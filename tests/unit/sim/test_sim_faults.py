@@ -135,3 +135,21 @@ def test_a_slow_instance_takes_longer_for_a_while() -> None:
     assert abs(slow / before - 3.0) < 0.01
     assert abs(after / before - 1.0) < 0.01
     check_over(cluster)
+
+
+def test_a_stream_that_goes_on_elsewhere_is_due_from_the_first_token_that_its_client_has() -> None:
+    cluster = make_cluster(make_spec("m0", Role.MIXED), make_spec("m1", Role.MIXED))
+    cluster.offer([make_request(0, output=100)])
+    cluster.queue.at(START_NS + 500 * MS, lambda _: cluster.kill(busy(cluster)))
+    found = []
+
+    def look(_: object) -> None:
+        (scheduler,) = [i._scheduler for i in cluster.instances.values() if i.num_sequences]
+        found.extend((s.first_ns, s.num_first) for s in scheduler.running)
+
+    cluster.queue.at(START_NS + 800 * MS, look)
+    cluster.run()
+    (record,) = cluster.records
+    assert record.num_attempts == 2
+    assert record.first_ns is not None
+    assert found == [(START_NS + record.first_ns, 1)]
