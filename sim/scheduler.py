@@ -69,7 +69,7 @@ class Scheduler:
             if entered.state is SeqState.PREFILLING:
                 chunks.append((entered, budget.take(entered.num_left, entered.num_computed)))
             else:
-                budget.take(1, entered.num_tokens)
+                budget.take(1, entered.num_tokens - 1)  # the last is the one to compute
         return chunks
 
     def take_joined(self) -> list[SimSequence]:
