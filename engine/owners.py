@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 from isthmus.common.clock import Clock
 from isthmus.common.errors import InternalError
@@ -31,6 +32,12 @@ from isthmus.engine.sequence import SeqStatus, Sequence
 from isthmus.engine.types import SequenceMode
 
 
+@dataclass(frozen=True, slots=True)
+class _Reserved:
+    table: BlockTable
+    tpot_ms: float | None  # of a sequence that will decode on it
+
+
 class BlockOwners:
     """Not thread-safe: the engine core calls it under its lock."""
 
@@ -40,7 +47,7 @@ class BlockOwners:
         self._clock = clock
         self._sequences: dict[RequestId, Sequence] = {}  # waiting, running, preempted
         self._held: dict[RequestId, Sequence] = {}
-        self._reserved: dict[RequestId, BlockTable] = {}
+        self._reserved: dict[RequestId, _Reserved] = {}
         self._quarantined: dict[RequestId, list[BlockTable]] = {}
         self._in_flight: Counter[BlockTable] = Counter()  # how many steps each is in
         self._free_after_flight: list[BlockTable] = []
@@ -114,13 +121,15 @@ class BlockOwners:
     ) -> None:
         """``tpot_ms``: the target of a sequence that will decode on them."""
         assert table.state is TableState.RESERVED
-        self._reserved[request_id] = table
-        if tpot_ms is not None:
-            self._scheduler.expect(request_id, tpot_ms)
+        self._reserved[request_id] = _Reserved(table, tpot_ms)
+
+    def coming_ms(self) -> Iterator[float]:
+        """TPOT targets of the sequences whose KV is on its way."""
+        return (r.tpot_ms for r in self._reserved.values() if r.tpot_ms is not None)
 
     def _take_reservation(self, request_id: RequestId) -> BlockTable | None:
-        self._scheduler.expect_no_more(request_id)
-        return self._reserved.pop(request_id, None)
+        reserved = self._reserved.pop(request_id, None)
+        return reserved.table if reserved is not None else None
 
     def admit_reservation(self, sequence: Sequence, num_unmoved_tokens: int = 0) -> None:
         """Gives the reserved blocks, by now filled, to the sequence. InternalError if unknown.
@@ -208,7 +217,7 @@ class BlockOwners:
         for sequence in (*self._sequences.values(), *self._held.values()):
             if sequence.table is not None:
                 yield sequence.table
-        yield from self._reserved.values()
+        yield from (reserved.table for reserved in self._reserved.values())
         yield from self._free_after_flight
         for tables in self._quarantined.values():
             yield from tables

@@ -9,12 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from math import inf
+from operator import attrgetter
 
 from isthmus.common.clock import NS_PER_MS, Clock
 from isthmus.common.cluster import LatencyModel, StepTotals
 from isthmus.common.learned_latency import LearnedLatency
-from isthmus.common.pacing import LONGEST_GAP, ChunkBudget, longest_step_ms
+from isthmus.common.pacing import LONGEST_GAP, PACE, ChunkBudget, longest_step_ms
 from isthmus.engine.sequence import Sequence
+
+_num_tokens = attrgetter("num_tokens")
+_num_unknown_tokens = attrgetter("num_unknown_tokens")
 
 
 class Pacer:
@@ -49,12 +53,13 @@ class Pacer:
         if learned is None:
             return ChunkBudget(num_tokens)
         model = learned.model
-        context = sum(s.num_planned_tokens + 1 for s in decodes)
+        # Of a decode all tokens but the one that it computes are planned.
+        context = sum(map(_num_tokens, decodes)) + sum(map(_num_unknown_tokens, decodes))
         step_ms = _mixed_step_ms(model, len(decodes), context)
         begins_ns = self._clock.monotonic_ns()
         if not is_idle:
             begins_ns += round((self._planned_ms or step_ms) * NS_PER_MS)
-        limit_ms = min([_limit_ms(s, begins_ns, step_ms) for s in decodes], default=inf)
+        limit_ms = _limit_ms(decodes, begins_ns, step_ms)
         limit_ms = min(limit_ms, max(LONGEST_GAP * coming_ms, 2 * step_ms))
         self._step_ms = step_ms
         left_ms = max(0.0, limit_ms - step_ms)
@@ -73,15 +78,20 @@ def _mixed_step_ms(model: LatencyModel, num_decodes: int, context: int) -> float
     return model.decode_step_ms(num_decodes, context) + max(0.0, model.prefill_base - base)
 
 
-def _limit_ms(sequence: Sequence, begins_ns: int, step_ms: float) -> float:
-    target_ms = sequence.request.slo.tpot_ms
-    if target_ms is None or not sequence.paced_from_ns:
-        return inf
-    num_expected = sequence.num_expected_tokens
-    return longest_step_ms(
-        target_ms,
-        num_expected + 1 - sequence.paced_from_tokens,
-        (begins_ns - sequence.paced_from_ns) / NS_PER_MS,
-        sequence.max_num_tokens - num_expected,
-        step_ms,
-    )
+def _limit_ms(decodes: Collection[Sequence], begins_ns: int, step_ms: float) -> float:
+    """What all of them let the step take. There may be hundreds, and each step asks: most are seen
+    not to be the nearest without a call."""
+    limit_ms = inf
+    for sequence in decodes:
+        target_ms = sequence.request.slo.tpot_ms
+        if target_ms is None or not sequence.paced_from_ns:
+            continue
+        num_expected = sequence.num_tokens + sequence.num_unknown_tokens
+        num_tokens = num_expected + 1 - sequence.paced_from_tokens
+        age_ms = (begins_ns - sequence.paced_from_ns) / NS_PER_MS
+        # It lets the step take as long as its next token is due, or its longest gap, at least.
+        if PACE * target_ms * num_tokens - age_ms < limit_ms or LONGEST_GAP * target_ms < limit_ms:
+            num_left = sequence.max_num_tokens - num_expected
+            longest_ms = longest_step_ms(target_ms, num_tokens, age_ms, num_left, step_ms)
+            limit_ms = min(limit_ms, longest_ms)
+    return limit_ms

@@ -24,11 +24,11 @@ they sample as there. Blocks are taken from a sequence only when nothing is in f
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import inf
 
 from isthmus.common.cluster import StepTotals
-from isthmus.common.ids import RequestId
 from isthmus.common.pacing import ChunkBudget
 from isthmus.engine.kv_manager import KvCacheManager
 from isthmus.engine.pacer import Pacer
@@ -67,7 +67,6 @@ class Scheduler:
         self._running: list[Sequence] = []
         self._with_kv: deque[Sequence] = deque()
         self._waiting: deque[Sequence] = deque()
-        self._coming: dict[RequestId, float] = {}  # TPOT targets
         self._next_step_id = 0
         self._num_preempted = 0  # since the last plan
         self._can_preempt = True
@@ -96,13 +95,6 @@ class Scheduler:
         """One more step has ended."""
         self._pacer.observe(totals)
 
-    def expect(self, request_id: RequestId, tpot_ms: float) -> None:
-        """A sequence with KV and this target will come."""
-        self._coming[request_id] = tpot_ms
-
-    def expect_no_more(self, request_id: RequestId) -> None:
-        self._coming.pop(request_id, None)
-
     def remove(self, sequence: Sequence) -> None:
         """Takes a sequence out of whichever queue it is in; its blocks are the caller's."""
         if sequence.status is SeqStatus.RUNNING:
@@ -112,9 +104,12 @@ class Scheduler:
         else:
             self._waiting.remove(sequence)
 
-    def schedule(self, *, can_preempt: bool = True) -> StepPlan | None:
+    def schedule(
+        self, coming_ms: Iterable[float] = (), *, can_preempt: bool = True
+    ) -> StepPlan | None:
         """The next step, or None when nothing can run until blocks or sequences arrive.
 
+        ``coming_ms``: TPOT targets of those whose KV is on its way; looked at where they matter.
         Without ``can_preempt`` also None when room has to be made first: ask again when no step is
         in flight."""
         self._can_preempt = can_preempt
@@ -122,7 +117,7 @@ class Scheduler:
             decodes = [*self._schedule_decodes(), *self._enter_arrived()]
             may_enter = bool(self._waiting) and len(self._running) < self._max_num_seqs
             has_prompts = len(decodes) < len(self._running) or may_enter
-            budget = self._budget(decodes, has_prompts=has_prompts)
+            budget = self._budget(decodes, coming_ms, has_prompts=has_prompts)
             chunks: list[tuple[Sequence, int]] = []
             for sequence in self._running if len(decodes) < len(self._running) else ():
                 left = sequence.num_schedulable_tokens
@@ -145,12 +140,14 @@ class Scheduler:
         self._pacer.planned(budget if chunks else None)
         return self._commit(decodes, chunks, is_paced=budget.is_cut)
 
-    def _budget(self, decodes: list[Sequence], *, has_prompts: bool) -> ChunkBudget:
+    def _budget(
+        self, decodes: list[Sequence], coming_ms: Iterable[float], *, has_prompts: bool
+    ) -> ChunkBudget:
         num_tokens = self._token_budget - len(decodes)
         if not has_prompts:
             return ChunkBudget(num_tokens)
-        coming_ms = min(self._coming.values(), default=inf)
-        return self._pacer.budget(num_tokens, decodes, coming_ms, is_idle=self._can_preempt)
+        nearest_ms = min(coming_ms, default=inf)
+        return self._pacer.budget(num_tokens, decodes, nearest_ms, is_idle=self._can_preempt)
 
     def _commit(
         self, decodes: list[Sequence], chunks: list[tuple[Sequence, int]], *, is_paced: bool

@@ -164,7 +164,7 @@ class Steps:
         """Under the lock."""
         plan = None
         if not self._signal.is_closed:
-            plan = self._scheduler.schedule(can_preempt=not self._flights)
+            plan = self._scheduler.schedule(self._owners.coming_ms(), can_preempt=not self._flights)
         if plan is None:
             self._signal.rest(is_busy=bool(self._flights))
             return None

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
 
 from isthmus.common.clock import VirtualClock
 from isthmus.common.cluster import LatencyModel, StepTotals
-from isthmus.common.ids import RequestId
 from isthmus.common.pacing import LONGEST_GAP, PACE
 from isthmus.common.types import Slo
 from isthmus.engine.block_table import TableState
@@ -59,8 +59,8 @@ class Bench:
         self.scheduler.add_with_kv(sequence)
         return sequence
 
-    def step(self) -> StepPlan:
-        plan = self.scheduler.schedule()
+    def step(self, coming_ms: Iterable[float] = ()) -> StepPlan:
+        plan = self.scheduler.schedule(coming_ms)
         assert plan is not None
         self.clock.advance_ms(self.length_ms(plan))
         for sequence, count, samples in zip(plan.scheduled, plan.counts, plan.samples, strict=True):
@@ -125,11 +125,38 @@ def test_a_resident_that_is_ahead_lets_a_longer_chunk_pass() -> None:
 
 def test_who_is_on_its_way_does_not_find_a_long_step_begun() -> None:
     bench = Bench()
-    bench.scheduler.expect(RequestId("coming"), TARGET)
     bench.wait("prompt", 1_200)
-    assert bench.step().num_prefill_tokens == LONGEST_GAP * TARGET - SPEED.prefill_base
-    bench.scheduler.expect_no_more(RequestId("coming"))
+    assert (
+        bench.step(coming_ms=[TARGET]).num_prefill_tokens
+        == LONGEST_GAP * TARGET - SPEED.prefill_base
+    )
     assert bench.step().num_prefill_tokens == BUDGET
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_the_nearest_deadline_of_many_counts_in_whatever_order_they_are(reverse: bool) -> None:
+    bench = Bench(replace(SPEED, decode_seq=0.0))
+    ahead = {"relaxed": 400.0, "urgent": 60.0, "free": None, "usual": TARGET}
+    names = sorted(ahead, reverse=reverse)
+    for name in names:
+        bench.arrive(name, ahead[name])
+    bench.wait("prompt", 600)
+    assert bench.step().num_prefill_tokens == pytest.approx(PACE * 60.0 - 18.0, abs=1)
+
+
+@pytest.mark.parametrize("is_coming", [True, False])
+def test_who_waits_for_kv_no_more_limits_no_step(is_coming: bool) -> None:
+    core = make_tiny_core(num_blocks=129, max_num_batched_tokens=256)
+    core.expect(SPEED)
+    coming = replace(make_request("coming", make_prompt(8)), slo=Slo(tpot_ms=TARGET / 2))
+    reservation = core.reserve(coming)
+    if not is_coming:
+        core.cancel_reservation(reservation, quarantine=False)
+    core.add(make_request("prompt", make_prompt(200)))
+    step = core.step()
+    assert step is not None
+    within_gap = LONGEST_GAP * TARGET / 2 - SPEED.prefill_base
+    assert step.num_prefill_tokens == (within_gap if is_coming else 200)
 
 
 def test_a_target_that_no_step_can_keep_starves_no_prompt() -> None:
