@@ -150,9 +150,10 @@ class EngineCore:
 
     def admit_with_kv(self, reservation: Reservation, request: Request, first_token: int) -> None:
         """Goes on decoding after ``first_token``, which was delivered already and did not end the
-        request: now, where ``request`` does not say when. KV of all ``request.token_ids`` is in the reserved blocks, but for blocks outside the window of every
-        later token, layer by layer; where there are none of these, the full blocks enter the
-        prefix cache now. Raises InternalError, changing nothing, when any of this is untrue."""
+        request: now, where ``request`` does not say when. KV of all ``request.token_ids`` is in the
+        reserved blocks, but for blocks outside the window of every later token, layer by layer;
+        where there are none of these, the full blocks enter the prefix cache now. Raises
+        InternalError, changing nothing, when any of this is untrue."""
         assert reservation.request_id == request.request_id
         sequence = self._new_sequence(request, SequenceMode.FULL)
         sequence.append_token(first_token)
