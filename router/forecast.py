@@ -5,12 +5,11 @@ For a query with uncached tokens u after c cached ones, over all instances at on
     TTFT = wait + prefill(u, c)            first token from prefill, or from decode for a local one
     TPOT = step(b', K')                    b', K' as they will be at the handoff
 
-each as a quantile (``quantiles``): TTFT as its class's, TPOT as ``Ask.tpot_quantile``. Prompts that
-an instance computes beside its decodes hold those up, but not beyond the pace of their TPOT targets
-(``common.pacing``): with the share f of its time that they took lately, TPOT = step / (1 − f), or
-more where what is left of them at the handoff, over the answer's length, is more; the pace at most.
-And a prompt there takes as many decode steps longer as its chunks need to fit between them. Times
-are milliseconds.
+each at the quantile that its class asks for (``quantiles``). Prompts that an instance computes
+beside its decodes hold those up, but not beyond the pace of their TPOT targets (``common.pacing``):
+with the share f of its time that they took lately, TPOT = step / (1 − f), or more where what is
+left of them at the handoff, over the answer's length, is more; the pace at most. And a prompt there
+takes as many decode steps longer as its chunks need to fit between them. Times are milliseconds.
 
 An operation costs as much as its call, for tens of instances: what is the same for all of them is
 a number, and what is zero everywhere is left out. Columns may be windows of a table's: never
@@ -36,9 +35,6 @@ from isthmus.router.types import RouteQuery
 
 MAX_HOLDERS = 4  # decode instances that a prompt's KV may be fetched from, for one decision
 MAX_SHARE = 0.9
-TPOT_RISK = 5.0
-"""Times the misses that its class allows: how likely one query may be to miss its TPOT target.
-Most run no risk at all, and who waits for one that has none misses its TTFT target for sure."""
 NEVER = float("inf")
 
 
@@ -77,12 +73,6 @@ class Ask:
     spares_residents: bool = True
     last: LastServed | None = None
     left_alone: InstanceId | None = None  # whose room is kept for another query
-
-    @property
-    def tpot_quantile(self) -> float:
-        """How surely TPOT must be within targets: less so than TTFT (``TPOT_RISK``), but in half of
-        all cases, unless the class asks for less."""
-        return max(min(0.5, self.quantile), 1.0 - TPOT_RISK * (1.0 - self.quantile))
 
 
 @dataclass(slots=True)
@@ -341,7 +331,7 @@ def _decodes(
     if tpot is not step and ask.tpot_ms is not None:
         tpot = np.minimum(tpot, np.maximum(step, PACE * ask.tpot_ms))
     alone = columns.step_of_one_ms(query.num_prompt_tokens)
-    ratio = ask.tpot.within(ask.tpot_quantile, most_ratio(ask.tpot_ms, least(alone)), ask.now_ns)
+    ratio = ask.tpot.within(ask.quantile, most_ratio(ask.tpot_ms, least(alone)), ask.now_ns)
     quantile = quantile_of(step, ratio)
     own_missed: Floats | None = None
     limit: float | Floats = NEVER

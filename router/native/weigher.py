@@ -112,7 +112,7 @@ class Weigher:
             len(excluded),
             *_residuals(remote, quantile, now_ns),
             *_residuals(local, quantile, now_ns),
-            *_residuals(tpot, ask.tpot_quantile, now_ns),
+            *_residuals(tpot, ask.quantile, now_ns),
             _CHEAPEST,
         )
         self._library.weigh(parts.buffer_info()[0], self._query_at, self._answer_at)

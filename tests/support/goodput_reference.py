@@ -308,7 +308,7 @@ def weigh_slowly(
         step_ms(table.decodes, row, 1.0, float(query.num_prompt_tokens))
         for row in range(len(local))
     ]
-    ratio = ask.tpot.within(ask.tpot_quantile, most_ratio(ask.tpot_ms, min(alone)), ask.now_ns)
+    ratio = ask.tpot.within(ask.quantile, most_ratio(ask.tpot_ms, min(alone)), ask.now_ns)
     decodes = [
         decode_on(table, row, query, ask, prompt, handoff_ms, ratio, now_ms)
         for row, prompt in enumerate(local)

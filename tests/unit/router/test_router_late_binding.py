@@ -263,7 +263,7 @@ def test_newcomer_that_pushes_a_resident_over_its_target_waits() -> None:
     slow = replace(LATENCY, decode_seq=10.0)
     cluster.router.state.registered(make_info("d0", Role.DECODE, epoch=2, latency=slow))
     cluster.router.state.deregistered("d1")
-    guarded = Slo("guarded", tpot_ms=45)
+    guarded = Slo("guarded", tpot_ms=55)
     first = admitted(cluster, ask(cluster, "a", slo=guarded))
     admitted(cluster, ask(cluster, "b", slo=guarded))
     assert isinstance(cluster.router.submit(ask(cluster, "c")), Held)
