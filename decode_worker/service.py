@@ -10,7 +10,6 @@ import grpc.aio
 
 from isthmus.common.errors import IsthmusError
 from isthmus.common.ids import RequestId
-from isthmus.common.logging import get_logger
 from isthmus.decode_worker.events import (
     Failed,
     Finished,
@@ -31,8 +30,6 @@ from isthmus.protos.convert.requests import (
 )
 from isthmus.protos.v1 import decode_pb2 as pb
 from isthmus.protos.v1 import decode_pb2_grpc
-
-log = get_logger("decode")
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["DecodeService"].full_name
 
@@ -76,15 +73,12 @@ class _Stream:
             self._close_if_done()
 
     def _on_message(self, message: pb.GenerateRequest) -> None:
-        match message.WhichOneof("message"):
-            case "submit":
-                self._submit(message.submit)
-            case "abort":
-                request_id = RequestId(message.abort.request_id)
-                if request_id in self._tasks:
-                    self._worker.abort([request_id])
-            case _:
-                log.debug("a message of a newer gateway")
+        for submit in message.submits:
+            self._submit(submit)
+        for abort in message.aborts:
+            request_id = RequestId(abort.request_id)
+            if request_id in self._tasks:
+                self._worker.abort([request_id])
 
     def _submit(self, submit: pb.Submit) -> None:
         try:

@@ -29,12 +29,12 @@ from isthmus.common.types import (
     TokenLogprob,
     Usage,
 )
-from isthmus.protos.convert.decisions import decision_fields, local_reason_from_pb
+from isthmus.gateway.outgoing import Outgoing
+from isthmus.protos.convert.decisions import local_reason_from_pb
 from isthmus.protos.convert.errors import error_from_pb
 from isthmus.protos.convert.requests import (
     finish_reason_from_pb,
     logprob_from_pb,
-    request_fields,
     timeline_from_pb,
     usage_from_pb,
 )
@@ -170,7 +170,7 @@ class _Stream:
         self._is_broken = False
         self._clock = clock
         self._sinks: dict[str, GenerationSink] = {}
-        self._outgoing: asyncio.Queue[pb.GenerateRequest] = asyncio.Queue()
+        self._outgoing = Outgoing()
         self._last_message_ns = clock.monotonic_ns()
         self._limited_log = RateLimitedLog(_log)
         self._task = asyncio.get_running_loop().create_task(self._run())
@@ -199,14 +199,12 @@ class _Stream:
             raise self._lost("is out of reach")
         if not self._sinks:
             self._last_message_ns = self._clock.monotonic_ns()
+        self._outgoing.submit(request, decision)
         self._sinks[request.request_id] = sink
-        submit = {"request": request_fields(request), "decision": decision_fields(decision)}
-        self._outgoing.put_nowait(pb.GenerateRequest(submit=submit))
 
     def abort(self, request_id: RequestId, reason: str) -> None:
         if self._sinks.pop(request_id, None) is not None:
-            message = pb.Abort(request_id=request_id, reason=reason)
-            self._outgoing.put_nowait(pb.GenerateRequest(abort=message))
+            self._outgoing.abort(request_id, reason)
 
     async def close(self) -> None:
         self._is_broken = True
@@ -223,7 +221,7 @@ class _Stream:
                 cause = await self._serve(stub)
                 backoff_s = FIRST_BACKOFF_S if self.is_live else backoff_s
                 self.is_live, self._is_broken = False, True
-                self._outgoing = asyncio.Queue()
+                self._outgoing = Outgoing()
                 self._fail_all(cause)
                 self._limited_log.warning(
                     "lost", "decode stream broke", instance=self.ref.instance_id, cause=cause
@@ -273,7 +271,7 @@ class _Stream:
         outgoing = self._outgoing
         try:
             while True:
-                await call.write(await outgoing.get())
+                await call.write(await outgoing.take())
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             pass  # the reader says why
         except Exception:  # noqa: BLE001 (all of its requests would wait for their deadlines)
@@ -303,8 +301,7 @@ class _Stream:
         except Exception as error:  # noqa: BLE001 (one request's fault must not end the others)
             _log.exception("request failed in the gateway", request_id=event.request_id)
             self._sinks.pop(event.request_id, None)
-            abort = pb.Abort(request_id=event.request_id, reason="gateway fault")
-            self._outgoing.put_nowait(pb.GenerateRequest(abort=abort))
+            self._outgoing.abort(RequestId(event.request_id), "gateway fault")
             _fail(event.request_id, sink, _as_internal(error), "")
 
     def _fail_all(self, cause: str) -> None:

@@ -26,7 +26,7 @@ from isthmus.protos.v1 import common_pb2 as isthmus_dot_protos_dot_v1_dot_common
 from isthmus.protos.v1 import router_pb2 as isthmus_dot_protos_dot_v1_dot_router__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eisthmus/protos/v1/decode.proto\x12\x11isthmus.protos.v1\x1a\x1eisthmus/protos/v1/common.proto\x1a\x1eisthmus/protos/v1/router.proto\"i\n\x06Submit\x12+\n\x07request\x18\x01 \x01(\x0b\x32\x1a.isthmus.protos.v1.Request\x12\x32\n\x08\x64\x65\x63ision\x18\x02 \x01(\x0b\x32 .isthmus.protos.v1.RouteDecision\"+\n\x05\x41\x62ort\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"t\n\x0fGenerateRequest\x12+\n\x06submit\x18\x01 \x01(\x0b\x32\x19.isthmus.protos.v1.SubmitH\x00\x12)\n\x05\x61\x62ort\x18\x02 \x01(\x0b\x32\x18.isthmus.protos.v1.AbortH\x00\x42\t\n\x07message\"Q\n\x07Started\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\r\x12\x17\n\x0f\x66\x61iled_prefills\x18\x03 \x03(\t\"\xcf\x01\n\nTokenDelta\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x31\n\x08logprobs\x18\x03 \x03(\x0b\x32\x1f.isthmus.protos.v1.TokenLogprob\x12\x38\n\x0fprompt_logprobs\x18\x04 \x03(\x0b\x32\x1f.isthmus.protos.v1.TokenLogprob\x12-\n\x08timeline\x18\x05 \x01(\x0b\x32\x1b.isthmus.protos.v1.Timeline\"\xa5\x02\n\x08\x46inished\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12/\n\x06reason\x18\x02 \x01(\x0e\x32\x1f.isthmus.protos.v1.FinishReason\x12\x1a\n\rstop_token_id\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\'\n\x05usage\x18\x04 \x01(\x0b\x32\x18.isthmus.protos.v1.Usage\x12-\n\x08timeline\x18\x05 \x01(\x0b\x32\x1b.isthmus.protos.v1.Timeline\x12\x14\n\x0clocal_reason\x18\x06 \x01(\t\x12\x19\n\x11transferred_bytes\x18\x07 \x01(\x04\x12\x17\n\x0f\x66\x61iled_prefills\x18\t \x03(\tB\x10\n\x0e_stop_token_idJ\x04\x08\x08\x10\t\"d\n\x06\x46\x61iled\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12-\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x1e.isthmus.protos.v1.ErrorDetail\x12\x17\n\x0f\x66\x61iled_instance\x18\x03 \x01(\t\"\xc8\x01\n\x10GenerateResponse\x12+\n\x07started\x18\x01 \x03(\x0b\x32\x1a.isthmus.protos.v1.Started\x12-\n\x06\x64\x65ltas\x18\x02 \x03(\x0b\x32\x1d.isthmus.protos.v1.TokenDelta\x12-\n\x08\x66inished\x18\x03 \x03(\x0b\x32\x1b.isthmus.protos.v1.Finished\x12)\n\x06\x66\x61iled\x18\x04 \x03(\x0b\x32\x19.isthmus.protos.v1.Failed2h\n\rDecodeService\x12W\n\x08Generate\x12\".isthmus.protos.v1.GenerateRequest\x1a#.isthmus.protos.v1.GenerateResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eisthmus/protos/v1/decode.proto\x12\x11isthmus.protos.v1\x1a\x1eisthmus/protos/v1/common.proto\x1a\x1eisthmus/protos/v1/router.proto\"i\n\x06Submit\x12+\n\x07request\x18\x01 \x01(\x0b\x32\x1a.isthmus.protos.v1.Request\x12\x32\n\x08\x64\x65\x63ision\x18\x02 \x01(\x0b\x32 .isthmus.protos.v1.RouteDecision\"+\n\x05\x41\x62ort\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"g\n\x0fGenerateRequest\x12*\n\x07submits\x18\x01 \x03(\x0b\x32\x19.isthmus.protos.v1.Submit\x12(\n\x06\x61\x62orts\x18\x02 \x03(\x0b\x32\x18.isthmus.protos.v1.Abort\"Q\n\x07Started\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\r\x12\x17\n\x0f\x66\x61iled_prefills\x18\x03 \x03(\t\"\xcf\x01\n\nTokenDelta\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x31\n\x08logprobs\x18\x03 \x03(\x0b\x32\x1f.isthmus.protos.v1.TokenLogprob\x12\x38\n\x0fprompt_logprobs\x18\x04 \x03(\x0b\x32\x1f.isthmus.protos.v1.TokenLogprob\x12-\n\x08timeline\x18\x05 \x01(\x0b\x32\x1b.isthmus.protos.v1.Timeline\"\xa5\x02\n\x08\x46inished\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12/\n\x06reason\x18\x02 \x01(\x0e\x32\x1f.isthmus.protos.v1.FinishReason\x12\x1a\n\rstop_token_id\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\'\n\x05usage\x18\x04 \x01(\x0b\x32\x18.isthmus.protos.v1.Usage\x12-\n\x08timeline\x18\x05 \x01(\x0b\x32\x1b.isthmus.protos.v1.Timeline\x12\x14\n\x0clocal_reason\x18\x06 \x01(\t\x12\x19\n\x11transferred_bytes\x18\x07 \x01(\x04\x12\x17\n\x0f\x66\x61iled_prefills\x18\t \x03(\tB\x10\n\x0e_stop_token_idJ\x04\x08\x08\x10\t\"d\n\x06\x46\x61iled\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12-\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x1e.isthmus.protos.v1.ErrorDetail\x12\x17\n\x0f\x66\x61iled_instance\x18\x03 \x01(\t\"\xc8\x01\n\x10GenerateResponse\x12+\n\x07started\x18\x01 \x03(\x0b\x32\x1a.isthmus.protos.v1.Started\x12-\n\x06\x64\x65ltas\x18\x02 \x03(\x0b\x32\x1d.isthmus.protos.v1.TokenDelta\x12-\n\x08\x66inished\x18\x03 \x03(\x0b\x32\x1b.isthmus.protos.v1.Finished\x12)\n\x06\x66\x61iled\x18\x04 \x03(\x0b\x32\x19.isthmus.protos.v1.Failed2h\n\rDecodeService\x12W\n\x08Generate\x12\".isthmus.protos.v1.GenerateRequest\x1a#.isthmus.protos.v1.GenerateResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,17 +38,17 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ABORT']._serialized_start=224
   _globals['_ABORT']._serialized_end=267
   _globals['_GENERATEREQUEST']._serialized_start=269
-  _globals['_GENERATEREQUEST']._serialized_end=385
-  _globals['_STARTED']._serialized_start=387
-  _globals['_STARTED']._serialized_end=468
-  _globals['_TOKENDELTA']._serialized_start=471
-  _globals['_TOKENDELTA']._serialized_end=678
-  _globals['_FINISHED']._serialized_start=681
-  _globals['_FINISHED']._serialized_end=974
-  _globals['_FAILED']._serialized_start=976
-  _globals['_FAILED']._serialized_end=1076
-  _globals['_GENERATERESPONSE']._serialized_start=1079
-  _globals['_GENERATERESPONSE']._serialized_end=1279
-  _globals['_DECODESERVICE']._serialized_start=1281
-  _globals['_DECODESERVICE']._serialized_end=1385
+  _globals['_GENERATEREQUEST']._serialized_end=372
+  _globals['_STARTED']._serialized_start=374
+  _globals['_STARTED']._serialized_end=455
+  _globals['_TOKENDELTA']._serialized_start=458
+  _globals['_TOKENDELTA']._serialized_end=665
+  _globals['_FINISHED']._serialized_start=668
+  _globals['_FINISHED']._serialized_end=961
+  _globals['_FAILED']._serialized_start=963
+  _globals['_FAILED']._serialized_end=1063
+  _globals['_GENERATERESPONSE']._serialized_start=1066
+  _globals['_GENERATERESPONSE']._serialized_end=1266
+  _globals['_DECODESERVICE']._serialized_start=1268
+  _globals['_DECODESERVICE']._serialized_end=1372
 # @@protoc_insertion_point(module_scope)

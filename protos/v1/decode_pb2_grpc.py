@@ -46,7 +46,8 @@ class DecodeServiceServicer:
 
     def Generate(self, request_iterator, context):
         """One stream per (gateway, decode instance) carries all their requests. Downwards one message
-        holds everything that an engine step produced. When the stream ends, its requests are aborted.
+        holds everything that an engine step produced, upwards everything that came to be sent while the
+        one before was on its way. When the stream ends, its requests are aborted.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

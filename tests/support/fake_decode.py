@@ -150,13 +150,13 @@ class _DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
 
         async def read() -> None:
             async for message in request_iterator:
-                if message.HasField("submit"):
-                    self._fake.submitted.append(message.submit)
-                    play = self._play(message.submit, answers)
-                    running[message.submit.request.request_id] = asyncio.create_task(play)
-                else:
-                    self._fake.aborted.append(message.abort.request_id)
-                    if task := running.pop(message.abort.request_id, None):
+                for submit in message.submits:
+                    self._fake.submitted.append(submit)
+                    play = self._play(submit, answers)
+                    running[submit.request.request_id] = asyncio.create_task(play)
+                for abort in message.aborts:
+                    self._fake.aborted.append(abort.request_id)
+                    if task := running.pop(abort.request_id, None):
                         task.cancel()
             answers.put_nowait(None)
 

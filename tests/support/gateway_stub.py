@@ -151,7 +151,7 @@ class GatewayStub:
         submit = decode_pb2.Submit(
             request=request_to_pb(request), decision=decision_to_pb(decision)
         )
-        await self._write(decode_pb2.GenerateRequest(submit=submit))
+        await self._write(decode_pb2.GenerateRequest(submits=[submit]))
         return answer
 
     async def run(
@@ -164,7 +164,7 @@ class GatewayStub:
 
     async def abort(self, answer: Answer) -> None:
         abort = decode_pb2.Abort(request_id=answer.request.request_id, reason="test")
-        await self._write(decode_pb2.GenerateRequest(abort=abort))
+        await self._write(decode_pb2.GenerateRequest(aborts=[abort]))
 
     async def _write(self, message: decode_pb2.GenerateRequest) -> None:
         assert self._call is not None

@@ -129,7 +129,7 @@ async def test_a_stream_that_cannot_be_written_to_fails_its_requests_and_begins_
     client.submit(request("lost"), decision(ref), lost)
     await poll_until(lambda: lost.token_ids)
     stream = client._streams[ref.instance_id]
-    monkeypatch.setattr(stream._outgoing, "get", broken)
+    monkeypatch.setattr(stream._outgoing, "take", broken)
     client.abort(ref.instance_id, RequestId("lost"), "the writer waits for a message")
     client.submit(request("lost too"), decision(ref), lost)
     await poll_until(lambda: lost.is_done)
