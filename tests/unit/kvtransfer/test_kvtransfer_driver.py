@@ -407,11 +407,29 @@ async def test_every_call_is_on_one_thread_of_its_own(monkeypatch: pytest.Monkey
 async def test_peer_that_comes_too_late_is_removed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig(monkeypatch, window=SIZE)
     rig.connector.gate.clear()
-    with pytest.raises(TimeoutError):
-        await rig.driver.add_peer(b"", MemoryRegion(0, 1), 0.01)
+    adding = asyncio.ensure_future(rig.driver.add_peer(b"", MemoryRegion(0, 1), 20))
+    await poll_until(lambda: bool(rig.connector.threads))  # it is being added: no way back
+    adding.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await adding
     rig.connector.gate.set()
     await rig.driver.sweep()
     assert rig.connector.removed == [PEER]
+    assert await rig.driver.close(5)
+
+
+async def test_peer_whose_time_is_up_before_its_turn_is_not_added(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig = Rig(monkeypatch, window=SIZE)
+    turn = threading.Event()
+    busy = asyncio.ensure_future(rig.driver.run(turn.wait))
+    with pytest.raises(TimeoutError):
+        await rig.driver.add_peer(b"", MemoryRegion(0, 1), 0.01)
+    turn.set()
+    assert await busy
+    await rig.driver.run(lambda: None)
+    assert not rig.connector.threads
     assert await rig.driver.close(5)
 
 
