@@ -4,8 +4,8 @@
 
     ARRIVED ─ TOKENISED ─ ROUTED ─ ADMITTED ─ SCHEDULED ─ PREFILLED ─ FIRST_FLUSH
               tokenise    route    queue₁     queue₂      prefill     first flush
-                                                  PREFILLED ─ KV_READY ─ SECOND_TOKEN ─ FINISHED
-                                                     transfer   decode wait
+              PREFILLED ─ KV_READY ─ SECOND_TOKEN ─ LAST_TOKEN ─ FINISHED
+                 transfer   decode wait      decode     last flush
 
 A prompt that is computed again after an attempt came to nothing has the events of the attempt that
 counted; the time of the one before is part of ``admit``.
@@ -16,6 +16,9 @@ with the stream; on several machines a stage between two machines is as exact as
 TTFT is ARRIVED → FIRST_FLUSH. A streamed answer has FIRST_FLUSH when its first content is handed to
 the client's connection. An answer that is sent whole has it when its first output token reaches the
 gateway: its one write is the end, and would tell nothing of the first token.
+
+FINISHED is the request's, LAST_TOKEN a sequence's: of several sequences all but the last have a
+`last flush` that waits for the others.
 """
 
 from __future__ import annotations
@@ -39,6 +42,7 @@ class Event(Enum):
     FIRST_TOKEN = "first_token"  # decode: handed to the gateway's stream
     FIRST_FLUSH = "first_flush"  # gateway: first content written; not streamed: first token came
     SECOND_TOKEN = "second_token"  # decode: first token of its own
+    LAST_TOKEN = "last_token"  # gateway: the end of the sequence has come
     FINISHED = "finished"  # gateway: last content written
 
     # Events are looked up dozens of times a request, and an enum's own hash is computed in Python.
@@ -89,6 +93,8 @@ STAGES: dict[str, tuple[Event, Event]] = {
     "first_flush": (Event.PREFILLED, Event.FIRST_FLUSH),
     "transfer": (Event.PREFILLED, Event.KV_READY),
     "decode_wait": (Event.KV_READY, Event.SECOND_TOKEN),
+    "decode": (Event.SECOND_TOKEN, Event.LAST_TOKEN),
+    "last_flush": (Event.LAST_TOKEN, Event.FINISHED),
 }
 SPANS: dict[str, tuple[Event, Event]] = {
     **STAGES,

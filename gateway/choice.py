@@ -246,6 +246,7 @@ class Choice:
             if self.is_done:  # no place for one of its siblings: that has ended the request
                 return
         self._output.finish(reason, stop_reason)
+        self.timeline.mark(Event.LAST_TOKEN, self._services.clock.now_ns())
         self._move(ChoiceState.FINISHED)
         if self.decision is not None:
             tpot_s = self.tpot_s

@@ -18,7 +18,7 @@ from isthmus.common.errors import InstanceLostError, IsthmusError, NoInstanceErr
 from isthmus.common.hashing import block_hashes, root_hash
 from isthmus.common.ids import DecisionId, HashChain, InstanceId, RequestId
 from isthmus.common.logging import get_logger
-from isthmus.common.timeline import Event, Timeline
+from isthmus.common.timeline import Timeline
 from isthmus.common.types import InstanceRef, RouteDecision
 from isthmus.gateway.decider import Asker, Decider
 from isthmus.gateway.plan import GenerationPlan, PreparedPrompt
@@ -134,13 +134,11 @@ class RouterClient:
     ) -> None:
         """``timelines``: parts of the whole. ``num_output_tokens``: since this decision, which is
         what its kind of request costs."""
-        ended_ns = self._clock.now_ns()
 
         def outcome() -> Outcome:
             whole = Timeline()
             for part in timelines:
                 whole.merge(part)
-            whole.mark(Event.FINISHED, ended_ns)
             return Outcome.finished(tpot_ms, whole, num_output_tokens)
 
         self._report_behind(decision.decision_id, outcome)

@@ -52,6 +52,7 @@ async def test_each_request_ends_with_one_line_and_its_stages(
     assert line["transferred_bytes"] == 128
     parts = [line[f"{stage}_ms"] for stage in ("tokenise", "route", "first_flush")]
     assert all(part >= 0 for part in parts)
+    assert 0 <= line["last_flush_ms"] < line["e2e_ms"]
     assert 0 < line["ttft_ms"] <= line["e2e_ms"] <= wall_ms
 
 

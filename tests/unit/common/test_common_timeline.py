@@ -22,3 +22,8 @@ def test_a_merge_into_an_empty_one_is_a_copy() -> None:
 def test_a_span_is_never_negative_and_needs_both_ends() -> None:
     known = {Event.ARRIVED: 1, Event.TOKENISED: 500_000_001, Event.ROUTED: 2}
     assert spans_of(Timeline(known)) == {"tokenise": 0.5, "route": 0.0}
+
+
+def test_the_last_bytes_are_no_part_of_decoding() -> None:
+    known = {Event.SECOND_TOKEN: 0, Event.LAST_TOKEN: 500_000_000, Event.FINISHED: 750_000_000}
+    assert spans_of(Timeline(known)) == {"decode": 0.5, "last_flush": 0.25}
