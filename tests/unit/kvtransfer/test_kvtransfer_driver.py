@@ -422,8 +422,14 @@ async def test_peer_whose_time_is_up_before_its_turn_is_not_added(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rig = Rig(monkeypatch, window=SIZE)
-    turn = threading.Event()
-    busy = asyncio.ensure_future(rig.driver.run(turn.wait))
+    begun, turn = threading.Event(), threading.Event()
+
+    def occupy() -> bool:
+        begun.set()
+        return turn.wait()
+
+    busy = asyncio.ensure_future(rig.driver.run(occupy))
+    await poll_until(begun.is_set)
     with pytest.raises(TimeoutError):
         await rig.driver.add_peer(b"", MemoryRegion(0, 1), 0.01)
     turn.set()
