@@ -93,12 +93,11 @@ class Binder:
 
     def _look(self, held: HeldQuery, is_spare: Callable[[float], bool], now_ns: int) -> Look | None:
         is_on_time = held.lane is Lane.ON_TIME
-        is_aged = now_ns - held.since_ns >= self._ageing_ns
         return self._places.look(
             held.query,
             now_ns,
             is_on_time=is_on_time,
-            is_aged=is_aged and not is_on_time,
+            is_starving=self._queue.is_starving(held, now_ns),
             is_last_chance=_is_last_chance(held, now_ns),
             left_alone=self._kept_from(held, now_ns, is_spare),
             press=self._pools.press(held.query.model, held),

@@ -68,22 +68,22 @@ class Placement:
         now_ns: int,
         *,
         is_on_time: bool = True,
-        is_aged: bool = False,
+        is_starving: bool = False,
         is_last_chance: bool = False,
         left_alone: InstanceId | None = None,
         press: Press = NO_PRESS,
     ) -> Look | None:
         """None when no instance could take it at all.
 
-        ``is_on_time`` False: its targets are lost or it has none. ``is_aged``: it has waited so
-        long that it may slow others down. ``is_last_chance``: it is lost otherwise, so that it will
-        more likely than not keep its targets is enough. ``left_alone``: a decode instance that it
-        may not use. ``press``: of all who wait.
+        ``is_on_time`` False: its targets are lost or it has none. ``is_starving``: all who are late
+        have given way for so long that it may slow others down. ``is_last_chance``: it is lost
+        otherwise, so that it will more likely than not keep its targets is enough. ``left_alone``:
+        a decode instance that it may not use. ``press``: of all who wait.
         """
         self.refresh(now_ns)
         tables = self._table.of_model(query.model)
         holders = self._state.index.holders(query.hash_chains)
-        ask = self._ask(query, now_ns, is_on_time=is_on_time, is_aged=is_aged, press=press)
+        ask = self._ask(query, now_ns, is_on_time=is_on_time, is_starving=is_starving, press=press)
         if is_last_chance:
             ask = replace(ask, quantile=min(0.5, ask.quantile))
         if left_alone is not None:
@@ -218,13 +218,13 @@ class Placement:
         now_ns: int,
         *,
         is_on_time: bool,
-        is_aged: bool,
+        is_starving: bool,
         press: Press,
     ) -> Ask:
         slo, known = query.slo, self._knowledge
         bucket, quantile = bucket_of(query.num_prompt_tokens), slo.quantile
         ttft_ms = slo.ttft_ms if is_on_time else None
-        keeps_tpot = (ttft_ms is not None or slo.ttft_ms is None) and not is_aged
+        keeps_tpot = (ttft_ms is not None or slo.ttft_ms is None) and not is_starving
         return Ask(
             output_tokens=known.lengths.expected(
                 query.model, slo.class_name, query.num_prompt_tokens, query.max_output_tokens
@@ -238,7 +238,7 @@ class Placement:
             tpot=known.residuals.of(Kind.STEP, bucket),
             now_ns=now_ns,
             press=press,
-            spares_residents=not is_aged,
+            spares_residents=not is_starving,
             last=self._sessions.last(query),
         )
 

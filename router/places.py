@@ -18,7 +18,7 @@ class Places(Protocol):
         now_ns: int,
         *,
         is_on_time: bool = True,
-        is_aged: bool = False,
+        is_starving: bool = False,
         is_last_chance: bool = False,
         left_alone: InstanceId | None = None,
         press: Press = NO_PRESS,

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from isthmus.common.clock import NS_PER_MS
+from isthmus.common.cluster import Role
 from isthmus.common.ids import RequestId
 from isthmus.common.types import Slo
 from isthmus.router import Outcome, RouteQuery
@@ -14,7 +17,7 @@ from isthmus.router.placement import Placement
 from isthmus.router.pools import SPEED_MEMORY_MS, Pool
 from isthmus.router.shares import TenantShares
 from isthmus.router.verdict import Admitted, Held
-from tests.support.router_cluster import Cluster, make_query
+from tests.support.router_cluster import LATENCY, Cluster, make_info, make_query
 
 CHATTY = Slo("chatty", tpot_ms=40)
 KEEN = Slo("keen", ttft_ms=1_000)
@@ -43,6 +46,21 @@ def test_late_work_is_computed_beside_residents_that_keep_their_pace(prefills: i
     verdict = cluster.router.submit(late)
     assert isinstance(verdict, Admitted)
     assert verdict.decision.prefill is None
+
+
+def test_late_work_spares_residents_until_all_that_is_late_has_starved() -> None:
+    cluster = Cluster(1, 1, policy="goodput", exploration=0, ageing_ms=100)
+    slow = replace(LATENCY, decode_seq=10.0)
+    cluster.router.state.registered(make_info("d0", Role.DECODE, epoch=2, latency=slow))
+    guarded = Slo("guarded", tpot_ms=40)
+    send(cluster, make_query(64, "resident", slo=guarded), is_computed=True)
+    assert isinstance(cluster.router.submit(make_query(320, "late")), Held)
+    settled_after_ms = 0
+    while not cluster.router.tick():
+        settled_after_ms += 10
+        cluster.clock.advance_ms(10)
+        assert settled_after_ms < 1_000, "it is never served"
+    assert 150 < settled_after_ms <= 250, "it gives way for twice the time that ages it"
 
 
 def test_prompts_that_wait_at_a_decode_instance_count_in_the_tpot_of_newcomers() -> None:
