@@ -1,10 +1,10 @@
 """Do predicted quantiles hold, live, and again after an instance has become half as fast?
 
 A pair serves calls at a steady rate under one class. After ``--calls`` of them the gateway's
-``isthmus_prediction_coverage`` is read; then the processes of one instance are stopped for half of
-every ``PERIOD_MS`` by SIGSTOP, calls go on for ``--slow-s`` seconds, and the gauge is read again
-every few seconds. The gauge counts the last 200 times of each kind and size, so that what it says
-soon after the change is partly of before.
+``isthmus_prediction_coverage`` is read, with ``isthmus_promises_kept_ratio``; then the processes of
+one instance are stopped for half of every ``PERIOD_MS`` by SIGSTOP, calls go on for ``--slow-s``
+seconds, and the gauges are read again every few seconds. They count the last 200 times of each kind
+and size, so that what they say soon after the change is partly of before.
 
 ``python -m benchmarks.coverage --slow decode`` writes ``coverage-decode.json`` to benchmarks/out.
 """
@@ -32,17 +32,18 @@ from isthmus.workload import Call, Mix, Share, parse_lengths
 
 PERIOD_MS = 20.0
 LOOK_S = 5.0
-GAUGE = "isthmus_prediction_coverage"
+COVERAGE, KEPT = "isthmus_prediction_coverage", "isthmus_promises_kept_ratio"
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """The gauge of one kind of time at one moment, ``at_s`` from the first call."""
+    """The gauges of one kind of time at one moment, ``at_s`` from the first call."""
 
     at_s: float
     kind: str
     quantile: float
     coverage: float
+    kept: float
     is_slow: bool
 
     @property
@@ -80,9 +81,16 @@ def _send(pids: list[int], number: signal.Signals) -> None:
 async def looks(cluster: Running, at_s: float, is_slow: bool) -> list[Look]:
     seen = await scrape(cluster.url)
     return [
-        Look(at_s, dict(labels)["kind"], float(dict(labels)["quantile"]), value, is_slow)
+        Look(
+            at_s,
+            dict(labels)["kind"],
+            float(dict(labels)["quantile"]),
+            value,
+            seen.values[KEPT, labels],
+            is_slow,
+        )
         for (name, labels), value in seen.values.items()
-        if name == GAUGE
+        if name == COVERAGE
     ]
 
 
@@ -129,7 +137,7 @@ def show(seen: list[Look]) -> None:
     for look in seen:
         print(
             f"{look.at_s:6.1f} s {'slow' if look.is_slow else '    '} {look.kind:10} q "
-            f"{look.quantile:g}: {look.coverage:.3f} ({look.error:+.3f})",
+            f"{look.quantile:g}: {look.coverage:.3f} ({look.error:+.3f}), kept {look.kept:.3f}",
             flush=True,
         )
 

@@ -124,7 +124,13 @@ HOLDS = Counter(
 )
 PREDICTION_COVERAGE = Gauge(
     "isthmus_prediction_coverage",
-    "Share of recent times (ttft, local_ttft, tpot) that were within the predicted quantile",
+    "Share of recent times (ttft, local_ttft, tpot) that were within the predicted quantile, by "
+    "today's model of an instance that has become another one since",
+    ["kind", "quantile"],
+)
+PROMISES_KEPT = Gauge(
+    "isthmus_promises_kept_ratio",
+    "Share of the same times that were within what was promised when they were decided",
     ["kind", "quantile"],
 )
 PREDICTION_ALARM = Gauge(

@@ -18,7 +18,7 @@ from isthmus.router.knowledge import Knowledge
 from isthmus.router.policy import Candidate
 from isthmus.router.predictor import Predictor
 from isthmus.router.prices import Stage
-from isthmus.router.quantiles import Kind, bucket_of, scaled
+from isthmus.router.quantiles import Kind, Promise, bucket_of, scaled
 from isthmus.router.state import RouterState
 from isthmus.router.types import Outcome, OutcomeKind, RouteQuery
 
@@ -59,6 +59,18 @@ class OpenDecision:
     @property
     def kind(self) -> Kind:
         return Kind.LOCAL_TTFT if self.prefill == self.decode else Kind.TTFT
+
+    @property
+    def ttft_promise(self) -> Promise:
+        return self._promise(self.kind, self.ttft_ms, self.ttft_quantile_ms)
+
+    @property
+    def tpot_promise(self) -> Promise:
+        return self._promise(Kind.TPOT, self.tpot_ms, self.tpot_quantile_ms)
+
+    def _promise(self, kind: Kind, predicted_ms: float, promised_ms: float) -> Promise:
+        bucket, quantile = bucket_of(self.query.num_prompt_tokens), self.query.slo.quantile
+        return Promise(kind, bucket, quantile, predicted_ms, promised_ms)
 
 
 class Feedback:
@@ -142,23 +154,16 @@ class Feedback:
             self._knowledge.prices.count(Stage.PREFILL, slo.quantile, is_late, now_ns)
         if made.failed:
             return  # it is the time of several attempts, and nobody's own
-        self._knowledge.residuals.observe(
-            made.kind,
-            bucket_of(made.query.num_prompt_tokens),
-            measured_ms,
-            made.ttft_ms,
-            slo.quantile,
-            made.ttft_quantile_ms,
-            now_ns,
-        )
-        view = self._view(made.prefill)
+        view, change = self._view(made.prefill), 1.0
         if view is not None:
             # As the model would say it now: its own correction must not be made twice.
             model_ms = view.latency.prefill_ms(made.uncached_tokens, made.cached_tokens)
-            predicted_ms = made.ttft_ms * model_ms / max(made.prefill_model_ms, 1e-6)
+            change = model_ms / max(made.prefill_model_ms, 1e-6)
+            predicted_ms = made.ttft_ms * change
             view.measured_ns = now_ns
             self._predictor.observe_ttft(view, predicted_ms, made.prefill_factor, measured_ms)
             self._state.dirty.add(view.instance_id)
+        self._knowledge.residuals.observe(made.ttft_promise, measured_ms, now_ns, change)
         if now_ns >= self._publishes_ns:
             self._publishes_ns = now_ns + PUBLISH_MS * NS_PER_MS
             self._knowledge.publish()
@@ -180,24 +185,18 @@ class Feedback:
             is_late = outcome.tpot_ms > slo.tpot_ms
             self._knowledge.prices.count(Stage.DECODE, slo.quantile, is_late, now_ns)
         bucket, residuals = bucket_of(query.num_prompt_tokens), self._knowledge.residuals
-        residuals.observe(
-            Kind.TPOT,
-            bucket,
-            outcome.tpot_ms,
-            made.tpot_ms,
-            slo.quantile,
-            made.tpot_quantile_ms,
-            now_ns,
-        )
-        decode = self._view(made.decode)
-        measured_ms = outcome.tpot_ms
-        if made.tpot_ms < measured_ms <= _own_pace_ms(made, decode, now_ns):
-            measured_ms = made.tpot_ms
-        residuals.note(Kind.STEP, bucket, measured_ms, made.tpot_ms, now_ns)
+        decode, change = self._view(made.decode), 1.0
         if decode is not None:
             # As above: reports have told of the steps of an answer long before it ends.
             step_ms = _step_model_ms(decode, query, made.num_seqs)
-            predicted_ms = made.tpot_ms * step_ms / max(made.step_model_ms, 1e-6)
+            change = step_ms / max(made.step_model_ms, 1e-6)
+        said_ms = residuals.observe(made.tpot_promise, outcome.tpot_ms, now_ns, change)
+        measured_ms = outcome.tpot_ms
+        if said_ms < measured_ms <= _own_pace_ms(made, decode, now_ns):
+            measured_ms = said_ms
+        residuals.note(Kind.STEP, bucket, measured_ms, said_ms, now_ns)
+        if decode is not None:
+            predicted_ms = made.tpot_ms * change
             decode.measured_ns = now_ns
             self._predictor.observe_tpot(decode, predicted_ms, made.decode_factor, measured_ms)
 

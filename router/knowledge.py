@@ -1,7 +1,7 @@
 """What the router learns from outcomes, beside what each instance's view has learned of itself.
 
 Also the publisher of what it is worth: coverage of the predicted quantiles, with an alarm when it
-is off by more than ``TOLERANCE``.
+is off by more than ``TOLERANCE``, and what was kept of all that was promised.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ class Knowledge:
             coverage, count = self.residuals.coverage(kind, quantile)
             labels = {"kind": kind.value, "quantile": f"{quantile:g}"}
             metrics.PREDICTION_COVERAGE.labels(**labels).set(coverage)
+            metrics.PROMISES_KEPT.labels(**labels).set(self.residuals.kept(kind, quantile)[0])
             is_off = count >= ENOUGH and abs(coverage - quantile) > TOLERANCE
             metrics.PREDICTION_ALARM.labels(**labels).set(is_off)
         prices = self.prices.current

@@ -3,9 +3,14 @@
 For each (kind of time, size bucket) the last ``WINDOW`` ratios are kept in order. A class that asks
 for the q-quantile gets the window's value at a level that is itself corrected: up a little with
 each measurement above the answer, down less with each below, so that the share below tends to q
-whatever drifts (adaptive conformal inference, Gibbs and Candès, NeurIPS 2021). Coverage is that
-share over the last measurements of a level. Everything is bounded: buckets are few by construction,
-levels by ``MAX_LEVELS``.
+whatever drifts (adaptive conformal inference, Gibbs and Candès, NeurIPS 2021). Everything is
+bounded: buckets are few by construction, levels by ``MAX_LEVELS``.
+
+Two shares are kept of each level's last measurements. *Kept*: within what was promised when it was
+decided. *Coverage*: of the same ones, where the instance's model has become another one since then
+(``OUTDATED``), within what it would promise now, before it learns of them. A long answer may end a
+minute after its promise; that an instance has slowed down meanwhile is a promise broken, and says
+nothing of whether predictions are right now. A model that has not noticed has no such excuse.
 """
 
 from __future__ import annotations
@@ -13,6 +18,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left, insort
 from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -33,6 +39,7 @@ MEMORY_NS = 60 * NS_PER_S
 MAX_RATIO = 4.0
 """What nobody is admitted for is not measured either: old ratios are forgotten, and none is taken
 for more than this, so that bad times cannot keep everybody out for ever."""
+OUTDATED = 1.2  # a promise, of a model that says so many times as much now, or as little
 COVERAGE_WINDOW = 200
 MAX_LEVELS = 16
 BUCKET_TOKENS = (128, 512, 2_048, 8_192, 32_768)
@@ -63,22 +70,46 @@ def scaled(predicted_ms: float, ratio: float) -> float:
     return max(0.0, (predicted_ms + FLOOR_MS) * ratio - FLOOR_MS)
 
 
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """What was said of one time: ``promised_ms`` is the ``quantile`` of what ``predicted_ms`` turns
+    out to be."""
+
+    kind: Kind
+    bucket: int
+    quantile: float
+    predicted_ms: float
+    promised_ms: float
+
+
+@dataclass(slots=True)
+class _Share:
+    """Of the last ``COVERAGE_WINDOW`` measurements."""
+
+    hits: deque[bool] = field(default_factory=lambda: deque(maxlen=COVERAGE_WINDOW))
+    num_hits: int = 0
+
+    def add(self, is_hit: bool) -> None:
+        if len(self.hits) == COVERAGE_WINDOW:
+            self.num_hits -= self.hits[0]
+        self.hits.append(is_hit)
+        self.num_hits += is_hit
+
+
 @dataclass(slots=True)
 class _Level:
     """The corrected level for one asked-for quantile, and what came of it."""
 
     level: float
-    hits: deque[bool] = field(default_factory=lambda: deque(maxlen=COVERAGE_WINDOW))
-    num_hits: int = 0
+    coverage: _Share = field(default_factory=_Share)
+    kept: _Share = field(default_factory=_Share)
 
-    def learn(self, quantile: float, is_hit: bool) -> None:
+    def learn(self, quantile: float, is_hit: bool, is_kept: bool) -> None:
         self.level += STEP * ((0.0 if is_hit else 1.0) - (1.0 - quantile))
         low, high = quantile - LEVEL_DOWN, quantile + LEVEL_UP * (1.0 - quantile)
         self.level = min(max(self.level, low, 0.0), high)
-        if len(self.hits) == COVERAGE_WINDOW:
-            self.num_hits -= self.hits[0]
-        self.hits.append(is_hit)
-        self.num_hits += is_hit
+        self.coverage.add(is_hit)
+        self.kept.add(is_kept)
 
 
 @dataclass(slots=True)
@@ -150,15 +181,16 @@ class Residuals:
         del self.ordered[bisect_left(self.ordered, ratio)]
         self._answers.clear()
 
-    def covered(self, quantile: float, is_hit: bool) -> None:
-        """A measurement was (not) below the answer that was given for ``quantile``."""
+    def covered(self, quantile: float, is_hit: bool, is_kept: bool) -> None:
+        """A measurement was (not) below the answer that would be given for ``quantile`` now, and
+        (not) below the one that was."""
         key = _key(quantile)
         level = self.levels.get(key)
         if level is None:
             if len(self.levels) >= MAX_LEVELS:
                 return
             level = self.levels[key] = _Level(quantile)
-        level.learn(quantile, is_hit)
+        level.learn(quantile, is_hit, is_kept)
         self._answers.clear()
 
     def _at(self, level: float) -> float:
@@ -178,8 +210,13 @@ def _key(quantile: float) -> int:
     return int(quantile * 1_000 + 0.5)
 
 
+def _mean(shares: Sequence[_Share]) -> tuple[float, int]:
+    total = sum(len(share.hits) for share in shares)
+    return (sum(share.num_hits for share in shares) / total if total else 1.0), total
+
+
 class ResidualTable:
-    """Residuals by kind and bucket, and the coverage of all that was promised."""
+    """Residuals by kind and bucket, and what came of all that was promised."""
 
     def __init__(self) -> None:
         self._table: dict[tuple[Kind, int], Residuals] = {}
@@ -196,21 +233,20 @@ class ResidualTable:
         return self._table.get((kind, bucket), self._nothing)
 
     def observe(
-        self,
-        kind: Kind,
-        bucket: int,
-        measured_ms: float,
-        predicted_ms: float,
-        quantile: float,
-        promised_ms: float,
-        now_ns: int,
-    ) -> bool:
-        """``promised_ms``: the q-quantile that was predicted. Returns whether it was kept."""
-        found = self._made(kind, bucket)
+        self, promise: Promise, measured_ms: float, now_ns: int, change: float = 1.0
+    ) -> float:
+        """``change``: what the model says now, of what it said when it was promised. Returns what
+        is predicted of it, by the model as it is if that has become another one."""
+        predicted_ms, promised_ms = promise.predicted_ms, promise.promised_ms
+        found = self._made(promise.kind, promise.bucket)
+        is_kept = is_hit = measured_ms <= promised_ms
+        if not 1.0 / OUTDATED <= change <= OUTDATED:
+            predicted_ms *= change
+            promised_ms = scaled(predicted_ms, found.ratio(promise.quantile, now_ns))
+            is_hit = measured_ms <= promised_ms
         found.observe(ratio_of(measured_ms, predicted_ms), now_ns)
-        is_hit = measured_ms <= promised_ms
-        found.covered(quantile, is_hit)
-        return is_hit
+        found.covered(promise.quantile, is_hit, is_kept)
+        return predicted_ms
 
     def note(
         self, kind: Kind, bucket: int, measured_ms: float, predicted_ms: float, now_ns: int
@@ -220,12 +256,17 @@ class ResidualTable:
 
     def coverage(self, kind: Kind, quantile: float) -> tuple[float, int]:
         """Share of the recent measurements that were below the prediction, and their number."""
-        hits = total = 0
+        return _mean([level.coverage for level in self._levels(kind, quantile)])
+
+    def kept(self, kind: Kind, quantile: float) -> tuple[float, int]:
+        """The same of what was promised, by whatever model."""
+        return _mean([level.kept for level in self._levels(kind, quantile)])
+
+    def _levels(self, kind: Kind, quantile: float) -> Iterator[_Level]:
         for (of_kind, _), residuals in self._table.items():
             level = residuals.levels.get(_key(quantile)) if of_kind is kind else None
             if level is not None:
-                hits, total = hits + level.num_hits, total + len(level.hits)
-        return (hits / total if total else 1.0), total
+                yield level
 
     def levels(self) -> set[tuple[Kind, float]]:
         """Kinds and quantiles of which there is a coverage."""

@@ -18,7 +18,7 @@ from isthmus.common.types import Slo
 from isthmus.router.lengths import MAX_GROUPS, OutputLengths
 from isthmus.router.links import FIRST_RATES, LinkClass, Links
 from isthmus.router.prices import RANGE, PriceBook, Stage
-from isthmus.router.quantiles import Kind, Residuals, ResidualTable, ratio_of, scaled
+from isthmus.router.quantiles import Kind, Promise, Residuals, ResidualTable, ratio_of, scaled
 from isthmus.router.shares import MAX_TENANTS, TenantShares
 from tests.support.router_cluster import make_info
 from tests.support.router_world import World
@@ -147,7 +147,8 @@ def test_coverage_is_near_the_quantile_after_two_hundred_measurements(quantile: 
         predicted = rng.uniform(20, 800)
         promised = scaled(predicted, table.ratio(Kind.TTFT, 1, quantile, 0))
         measured = predicted * rng.lognormvariate(0.1, 0.3)
-        hits.append(table.observe(Kind.TTFT, 1, measured, predicted, quantile, promised, 0))
+        table.observe(Promise(Kind.TTFT, 1, quantile, predicted, promised), measured, 0)
+        hits.append(measured <= promised)
     late = hits[200:]
     assert sum(late) / len(late) == pytest.approx(quantile, abs=0.05)
     coverage, count = table.coverage(Kind.TTFT, quantile)
@@ -163,9 +164,29 @@ def test_coverage_returns_after_everything_has_become_twice_as_slow() -> None:
         promised = scaled(predicted, table.ratio(Kind.TPOT, 0, 0.9, 0))
         slowness = 1.0 if number < 300 else 2.0
         measured = predicted * slowness * rng.lognormvariate(0, 0.2)
-        hits.append(table.observe(Kind.TPOT, 0, measured, predicted, 0.9, promised, 0))
+        table.observe(Promise(Kind.TPOT, 0, 0.9, predicted, promised), measured, 0)
+        hits.append(measured <= promised)
     late = hits[500:]
     assert sum(late) / len(late) == pytest.approx(0.9, abs=0.05)
+
+
+def test_what_a_model_promised_that_is_another_one_now_is_judged_by_what_it_says_now() -> None:
+    table = ResidualTable()
+    for _ in range(100):
+        promised = scaled(100.0, table.ratio(Kind.TPOT, 0, 0.9, 0))
+        table.observe(Promise(Kind.TPOT, 0, 0.9, 100.0, promised), 100.0, 0)
+    before = table.ratio(Kind.TPOT, 0, 0.9, 0)
+    promise = Promise(Kind.TPOT, 0, 0.9, 100.0, scaled(100.0, before))
+    for _ in range(100):  # twice as slow by the time they ended, and known to be
+        assert table.observe(promise, 200.0, 0, change=2.0) == 200.0
+    assert table.kept(Kind.TPOT, 0.9) == (0.5, 200)
+    assert table.coverage(Kind.TPOT, 0.9) == (1.0, 200)
+    assert table.ratio(Kind.TPOT, 0, 0.9, 0) == pytest.approx(before, abs=0.05)
+    for _ in range(100):  # the same, but the model has not noticed
+        assert table.observe(promise, 200.0, 0, change=1.1) == 100.0
+    assert table.kept(Kind.TPOT, 0.9) == (0.0, 200)
+    assert table.coverage(Kind.TPOT, 0.9) == (0.5, 200)
+    assert table.ratio(Kind.TPOT, 0, 0.9, 0) > 1.5
 
 
 @given(st.lists(st.tuples(st.floats(0, 1e5), st.floats(0.1, 1e5)), max_size=300))

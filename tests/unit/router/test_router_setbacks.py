@@ -12,7 +12,7 @@ from isthmus.common.ids import InstanceId, RequestId
 from isthmus.common.types import RouteAction, Slo
 from isthmus.router import Outcome, RouteQuery
 from isthmus.router.prices import PriceBook, Stage
-from isthmus.router.quantiles import Kind, ResidualTable
+from isthmus.router.quantiles import Kind, Promise, ResidualTable
 from isthmus.router.verdict import Admitted, Held, Rejected
 from tests.support.router_cluster import LATENCY, Cluster, make_query
 
@@ -291,7 +291,7 @@ def test_reading_what_was_never_measured_leaves_no_trace() -> None:
     table = ResidualTable()
     assert table.of(Kind.TTFT, 0).ratio(0.9, 0) > 1.0
     assert len(table) == 0
-    table.observe(Kind.TTFT, 0, 3_000.0, 1_000.0, 0.9, 2_000.0, 0)
+    table.observe(Promise(Kind.TTFT, 0, 0.9, 1_000.0, 2_000.0), 3_000.0, 0)
     assert len(table) == 1
     assert table.ratio(Kind.TPOT, 0, 0.5, 0) == 1.0
 
