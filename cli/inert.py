@@ -20,7 +20,22 @@ def inert_settings(config: ClusterConfig) -> list[str]:
     ]
 
 
+def strict_without_target(config: ClusterConfig) -> list[str]:
+    """Classes that would refuse what comes too late, and never say what too late is."""
+    return [
+        f"slo.classes.{name}"
+        for name, made in config.slo.classes.items()
+        if made.mode == "strict" and (made.ttft_ms, made.tpot_ms, made.e2e_ms) == (None,) * 3
+    ]
+
+
 def warn_of_inert(config: ClusterConfig) -> None:
+    for path in strict_without_target(config):
+        stderr.print(
+            f"Warning: {path} is strict and has no target: it refuses only requests that bring "
+            "one of their own",
+            markup=False,
+        )
     paths = inert_settings(config)
     if paths:
         stderr.print(

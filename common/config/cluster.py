@@ -91,6 +91,17 @@ class ClusterConfig(Node):
         return self
 
     @model_validator(mode="after")
+    def _tenants_have_keys(self) -> ClusterConfig:
+        """A tenant without one can be nobody, and where none has one everybody is let in."""
+        for name, tenant in self.tenants.items():
+            if not tenant.all_hashes:
+                raise ValueError(
+                    f"tenants.{name} has no key: give it api_keys or key_hashes, by which it is "
+                    "known"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _a_key_names_one_tenant(self) -> ClusterConfig:
         owners = {hash_key(key): "gateway.api_keys" for key in self.gateway.api_keys}
         for name, tenant in self.tenants.items():

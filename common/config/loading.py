@@ -92,7 +92,9 @@ def _explain(error: ValidationError) -> list[str]:
         elif problem["type"] == "extra_forbidden":
             lines.append(f"unknown key '{path}'{_nearest(problem['loc'])}")
         else:
-            lines.append(f"{path}: {problem['msg']} (got {problem['input']!r})")
+            text, given = problem["msg"].removeprefix("Value error, "), problem["input"]
+            is_part = isinstance(given, Mapping)  # of the tree, too large to be of help
+            lines.append(f"{path}: {text}" if is_part else f"{path}: {text} (got {given!r})")
     return lines
 
 

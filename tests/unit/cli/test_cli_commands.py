@@ -73,7 +73,9 @@ def test_config_check_warns_of_what_the_policy_ignores(run: Run, tmp_path: Path)
     file = tmp_path / "c.yaml"
     file.write_text(
         "slo: {classes: {gold: {ttft_ms: 9, mode: strict}}}\n"
-        "tenants: {acme: {weight: 2}, lab: {max_inflight: 3}}\n"
+        "tenants:\n"
+        "  acme: {api_keys: [a], weight: 2}\n"
+        "  lab: {api_keys: [b], max_inflight: 3}\n"
     )
     plain = ("--set", "router.policy=least_predicted_load")
     code, out, err = run("config", "check", str(file), "-o", "json", *plain)
@@ -83,6 +85,17 @@ def test_config_check_warns_of_what_the_policy_ignores(run: Run, tmp_path: Path)
     assert "slo.classes.gold.mode, tenants.acme.weight (" in err
     assert run("config", "check", str(file))[2] == ""
     assert run("config", "check", *plain)[2] == ""
+
+
+def test_config_check_warns_of_a_strict_class_that_can_refuse_nothing(
+    run: Run, tmp_path: Path
+) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("slo: {classes: {gold: {mode: strict}, fast: {e2e_ms: 9, mode: strict}}}\n")
+    code, _, err = run("config", "check", str(file))
+    assert code == 0
+    assert "slo.classes.gold is strict and has no target" in err
+    assert "slo.classes.fast" not in err
 
 
 def test_unknown_key_names_the_nearest(run: Run, tmp_path: Path) -> None:

@@ -52,7 +52,11 @@ def test_tenants_are_known_by_their_keys_in_either_form(tmp_path: Path) -> None:
         ("tenants: {a: {wieght: 2}}", "did you mean 'tenants.a.weight'?"),
         ("tenants: {a: {api_keys: ['']}}", "tenants.a.api_keys.0: "),
         ("tenants: {a: {key_hashes: [abc]}}", "64 hexadecimal digits"),
-        ("tenants: {a: {default_class: gold}}", "tenants.a.default_class 'gold' is not one of"),
+        (
+            "tenants: {a: {api_keys: [k], default_class: gold}}",
+            "tenants.a.default_class 'gold' is not one of",
+        ),
+        ("tenants: {a: {api_keys: [k]}, b: {weight: 2}}", "tenants.b has no key"),
         (
             f"tenants: {{a: {{api_keys: [sk-a]}}, b: {{key_hashes: [{DIGEST}]}}}}",
             "one key is in tenants.b and in tenants.a",
@@ -67,6 +71,12 @@ def test_mistakes_are_named(tmp_path: Path, text: str, sentence: str) -> None:
     with pytest.raises(ConfigError) as caught:
         loaded(tmp_path, text)
     assert sentence in caught.value.message
+
+
+def test_a_mistake_does_not_repeat_the_part_of_the_tree_that_it_is_in(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        loaded(tmp_path, "slo: {default_class: gold}")
+    assert caught.value.message == "slo: default_class 'gold' is not one of slo.classes"
 
 
 @pytest.mark.parametrize(
