@@ -16,6 +16,7 @@ import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from isthmus.common.errors import InvalidRequestError, ModelFileError
@@ -34,7 +35,7 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             message = f"the chat template does not compile: {error}"
             raise ModelFileError(message, stage="load") from error
-        # A context of the template's own would be made of its globals, name by name, every time.
+        # The template would make a context of its globals, name by name, for every request.
         self._known = {
             **self._template.globals,
             "tools": None,
@@ -55,16 +56,14 @@ class ChatTemplate:
             message = f"chat_template_kwargs may not set {', '.join(sorted(taken))}"
             raise InvalidRequestError(message, param="chat_template_kwargs", stage="template")
         try:
-            context = self._template.new_context(
-                {
-                    **self._known,
-                    **extra,
-                    "messages": messages,
-                    "add_generation_prompt": add_generation_prompt,
-                },
-                shared=True,
-            )
-            return "".join(self._template.root_render_func(context))
+            template, names = self._template, {
+                **self._known,
+                **extra,
+                "messages": messages,
+                "add_generation_prompt": add_generation_prompt,
+            }
+            context = Context(template.environment, names, template.name, template.blocks)
+            return "".join(template.root_render_func(context))
         except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
             # Expressions of a template fail with Python's own errors when a message is unexpected.
             message = f"the model's chat template refuses these messages: {error}"

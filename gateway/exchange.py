@@ -8,7 +8,7 @@ metrics are counted and one log line is written by ``Accounting``.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from isthmus.common import metrics
 from isthmus.common.clock import NS_PER_S
@@ -38,6 +38,8 @@ class Exchange:
         self._changed: dict[int, Choice] = {}
         self._num_done = 0
         self._has_begun = False
+        self._has_expired = False
+        self._on_expiry: Callable[[], object] | None = None
         self._accounting: Accounting | None = Accounting(self, services.clock, services.goodput)
         self._loop = asyncio.get_running_loop()
         self._deadline = self._loop.call_later(self.seconds_left(), self._expire)
@@ -58,6 +60,13 @@ class Exchange:
     @property
     def has_token(self) -> bool:
         return any(choice.num_output_tokens for choice in self.choices)
+
+    def when_expired(self, callback: Callable[[], object]) -> None:
+        """Calls it at the request's deadline, or now if that has passed, unless ``close`` comes
+        before it; even when all has come: a client may not have read it."""
+        self._on_expiry = callback
+        if self._has_expired:
+            callback()
 
     def now_ns(self) -> int:
         return self._clock.now_ns()
@@ -172,6 +181,9 @@ class Exchange:
         seconds = (self.plan.deadline_ns - self.plan.arrival_ns) / NS_PER_S
         message = f"the request did not end within {seconds:g} s (stage: {self.stage})"
         self.fail(DeadlineError(message, stage=self.stage))
+        self._has_expired = True
+        if self._on_expiry is not None:
+            self._on_expiry()
 
     def _end_with(self, error: IsthmusError) -> None:
         self.error = error

@@ -89,7 +89,10 @@ class EventStreamResponse(Response):
         send: Send,
     ) -> None:
         try:
-            async with asyncio.timeout(self._exchange.seconds_left() + STALL_S):
+            # Set at the deadline: until then the exchange's own timer watches over both.
+            async with asyncio.timeout(None) as stall:
+                loop = asyncio.get_running_loop()
+                self._exchange.when_expired(lambda: stall.reschedule(loop.time() + STALL_S))
                 await self._stream(send)
         except TimeoutError:
             error = DeadlineError("the client did not read the answer", stage="flush")
