@@ -56,7 +56,8 @@ class ChatTemplate:
             message = f"chat_template_kwargs may not set {', '.join(sorted(taken))}"
             raise InvalidRequestError(message, param="chat_template_kwargs", stage="template")
         try:
-            template, names = self._template, {
+            template = self._template
+            names = {
                 **self._known,
                 **extra,
                 "messages": messages,

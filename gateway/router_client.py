@@ -8,7 +8,7 @@ answers come by callback, those of an embedded router mostly before the call ret
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from isthmus.common.backoff import SHORT_WAIT_MS, retry_after_ms
@@ -161,8 +161,10 @@ class RouterClient:
     def instances(self) -> Iterator[InstanceInfo]:
         return (view.info for view in self._router.cluster)
 
-    def still_there(self, refs: Iterable[InstanceRef]) -> frozenset[InstanceId]:
+    def still_there(self, refs: Collection[InstanceRef]) -> frozenset[InstanceId]:
         """Those of these that have not restarted since: whoever has is a new instance."""
+        if not refs:  # as mostly
+            return frozenset()
         at_epoch = self._router.cluster.at_epoch
         return frozenset(
             ref.instance_id for ref in refs if at_epoch(ref.instance_id, ref.epoch) is not None
