@@ -178,6 +178,6 @@ class Binder:
 
 def _is_last_chance(held: HeldQuery, now_ns: int) -> bool:
     """It has waited for most of the time that it could."""
-    if held.latest_start_ns is None:
-        return False
+    if held.has_last_chance or held.latest_start_ns is None:
+        return held.has_last_chance
     return held.latest_start_ns - now_ns < LAST_CHANCE * (now_ns - held.since_ns)

@@ -47,7 +47,8 @@ class Lane(Enum):
 
 @dataclass(eq=False, slots=True)
 class HeldQuery:
-    """``latest_start_ns`` orders ON_TIME, ``tag`` LATE_OK; ``work_ms`` = predicted prefill."""
+    """``latest_start_ns`` orders ON_TIME, ``tag`` LATE_OK; ``work_ms`` = predicted prefill.
+    ``has_last_chance``: that start is the latest that is in time more likely than not."""
 
     query: RouteQuery
     since_ns: int
@@ -60,6 +61,7 @@ class HeldQuery:
     obstacle: str = ""  # what was in its way when it was last looked at …
     news: int = -1  # … after so much that may have made room (``Places.num_news``) …
     looks_ns: int = 0  # … and when it is worth another look without more
+    has_last_chance: bool = False
 
     @property
     def key(self) -> tuple[float, int]:
@@ -196,6 +198,13 @@ class HoldingQueue:
         tag = held.tag if held.lane is Lane.LATE_OK else None
         self.shares.served(held.query.tenant, tag, held.work_ms, now_ns)
         self._forget(held)
+
+    def put_off(self, held: HeldQuery, latest_start_ns: int) -> None:
+        """It would be refused, and may start later than was thought, as its last chance."""
+        assert held.lane is Lane.ON_TIME
+        self._take_out(held)
+        held.latest_start_ns, held.has_last_chance, held.looks_ns = latest_start_ns, True, 0
+        self._insert(held)
 
     def demote(self, held: HeldQuery) -> None:
         """From ON_TIME to LATE_OK: it will be late, and its class would rather be late than not

@@ -66,11 +66,14 @@ class Intake:
             return self._rejected(query, refusals.infeasible(query, look), now_ns)
         pool = self._pools.remember(query.model, look)
         latest_ns = None if look.is_infeasible else look.latest_start_ns
+        has_last_chance = False
         if latest_ns is not None and latest_ns < now_ns:
-            if slo.is_strict:
+            chance = self._last_chance(query, now_ns)
+            if chance is None and slo.is_strict:
                 error = self._shed(query, weighed.floor_quantile_ms)
                 return self._rejected(query, error, now_ns)
-            latest_ns = None
+            has_last_chance = chance is not None
+            look, latest_ns = chance or look, chance.latest_start_ns if chance else None
         work_ms = weighed.work_ms
         if latest_ns is not None:
             slack_ms = (latest_ns - now_ns) / NS_PER_MS
@@ -91,7 +94,8 @@ class Intake:
         if self._queue.is_full:
             full = refusals.queue_full(len(self._queue), self._pools.backlog_ms(query.model))
             return self._rejected(query, full, now_ns)
-        self._queue.enter(query, weighed.work_ms, latest_ns, now_ns, deadline_ns)
+        held = self._queue.enter(query, weighed.work_ms, latest_ns, now_ns, deadline_ns)
+        held.has_last_chance = has_last_chance
         self._next_tick_ns = self._tick_after_entry(query.model, now_ns)
         obstacle = RESERVED if is_reserved else look.weighed.obstacle
         metrics.HOLDS.labels(reason=obstacle or "in_line").inc()
@@ -137,7 +141,11 @@ class Intake:
         capacity = replace(capacity, helpers=max(0.0, speed - pool.num_workers))
         hope = max(capacity.helpers, self._places.hope(model, now_ns))
         hoped = replace(capacity, helpers=hope)
-        for held, before_ms in self._queue.left_out(model, now_ns, capacity, hoped):
+        left_out = self._queue.left_out(model, now_ns, capacity, hoped)
+        num_put_off = sum(self._is_put_off(held, now_ns) for held, _ in left_out)
+        if num_put_off:
+            left_out = self._queue.left_out(model, now_ns, capacity, hoped)
+        for held, before_ms in left_out:
             self._places.missed(held.query, held.obstacle, now_ns)
             if held.query.slo.is_strict:
                 first_ms = held.work_ms + pool.ready_ms + before_ms / speed
@@ -145,6 +153,25 @@ class Intake:
                 self._give_up(held, error, now_ns, settled)
             else:
                 self._queue.demote(held)
+
+    def _is_put_off(self, held: HeldQuery, now_ns: int) -> bool:
+        """Once: it has more time, and what is planned holds no more."""
+        chance = None if held.has_last_chance else self._last_chance(held.query, now_ns)
+        if chance is None or chance.latest_start_ns is None:
+            return False
+        self._queue.put_off(held, chance.latest_start_ns)
+        return True
+
+    def _last_chance(self, query: RouteQuery, now_ns: int) -> Look | None:
+        """How a query that would be refused might still be in time, more likely than not: its
+        class's quantile is what it was promised by, and it is lost for sure when it is refused."""
+        if not query.slo.is_strict:
+            return None  # late is better than never, and not in anybody's way
+        press = self._pools.press(query.model)
+        look = self._places.look(query, now_ns, is_last_chance=True, press=press)
+        if look is None or look.latest_start_ns is None or look.latest_start_ns < now_ns:
+            return None
+        return look
 
     def _shed(self, query: RouteQuery, first_ms: float) -> SloShedError:
         """``first_ms``: until its first token, from now."""

@@ -13,11 +13,12 @@ from isthmus.router import Outcome
 from isthmus.router.binding_round import MAX_PASSED_OVER, BindingRound
 from isthmus.router.capacity import Capacity
 from isthmus.router.holding import HeldQuery, HoldingQueue, Lane
+from isthmus.router.quantiles import Kind, bucket_of
 from isthmus.router.reservation import NO_LIMIT
 from isthmus.router.reserve import Reserve
 from isthmus.router.shares import TenantShares
 from isthmus.router.types import RouteQuery
-from isthmus.router.verdict import Admitted, Held
+from isthmus.router.verdict import Admitted, Held, Rejected
 from isthmus.router.weighed import PREFILL_BUSY, RESERVED
 from tests.support.router_cluster import Cluster, make_query
 
@@ -177,3 +178,43 @@ def test_a_tick_that_finds_nothing_lets_time_pass() -> None:
         cluster.clock.advance_to(due_ns - 300)
     else:
         pytest.fail("it was never begun")
+
+
+def know_scatter(cluster: Cluster) -> None:
+    """The router has seen a quarter of all prompts take half as long again as predicted."""
+    residuals, bucket = cluster.router.knowledge.residuals, bucket_of(1_000)
+    for number in range(80):
+        measured_ms = 1_500.0 if number % 4 == 0 else 1_000.0
+        for kind in (Kind.TTFT, Kind.LOCAL_TTFT):
+            residuals.note(kind, bucket, measured_ms, 1_000.0, cluster.clock.now_ns())
+
+
+@pytest.mark.parametrize(("waited_ms", "is_refused"), [(300, False), (700, False), (1_100, True)])
+def test_a_strict_query_is_refused_when_it_would_more_likely_be_late_than_not(
+    waited_ms: int, is_refused: bool
+) -> None:
+    cluster = Cluster(1, 1, policy="goodput", exploration=0)
+    know_scatter(cluster)
+    arrival_ns = cluster.clock.now_ns() - waited_ms * NS_PER_MS
+    slo = Slo("strict", ttft_ms=2_000, is_strict=True)
+    verdict = cluster.router.submit(
+        make_query(1_000, "r", hash_chains=(), slo=slo, arrival_ns=arrival_ns)
+    )
+    assert isinstance(verdict, Rejected) is is_refused
+
+
+def test_who_would_be_refused_waits_for_a_last_chance() -> None:
+    cluster = Cluster(1, 1, policy="goodput", exploration=0)
+    know_scatter(cluster)
+    first = [submit(cluster, name, 700, Slo()) for name in ("first", "second")]
+    held = submit(cluster, "strict", 1_000, Slo("strict", ttft_ms=2_000, is_strict=True))
+    assert isinstance(held, Held)
+    for _ in range(3):
+        cluster.clock.advance_ms(100)
+        assert cluster.router.tick() == []
+    cluster.clock.advance_ms(450)
+    for verdict in first:
+        assert isinstance(verdict, Admitted)
+        cluster.router.report(verdict.decision.decision_id, Outcome.finished())
+    (settled,) = cluster.router.tick()
+    assert isinstance(settled.verdict, Admitted)
