@@ -33,6 +33,12 @@ class Backoff:
         self._ceiling_s = min(self._cap_s, self._ceiling_s * 2)
         return wait_s
 
+    def lasted(self, seconds: float) -> None:
+        """What was tried again went well for so long: only what outlives the longest wait counts as
+        mended, or what breaks at once would be tried at once for ever."""
+        if seconds >= self._cap_s:
+            self.reset()
+
     def reset(self) -> None:
         self._ceiling_s = self._initial_s
 

@@ -28,7 +28,7 @@ async def resume_watch(
     unchanged ones not again. ``on_connected`` hears True when a listing is complete and False when
     the watch breaks. Waits between tries are jittered, so that no two clients come back together.
     """
-    backoff = backoff or Backoff()
+    backoff, loop = backoff or Backoff(), asyncio.get_running_loop()
     known: dict[str, bytes] = {}
     while True:
         try:
@@ -37,7 +37,7 @@ async def resume_watch(
             on_connected(False)
             await asyncio.sleep(backoff.next_s())
             continue
-        backoff.reset()
+        began_s = loop.time()
         try:
             present = {entry.key for entry in listing.entries}
             for key in sorted(known.keys() - present):
@@ -56,6 +56,7 @@ async def resume_watch(
                 yield event
         except IsthmusError:
             on_connected(False)
+            backoff.lasted(loop.time() - began_s)
             await asyncio.sleep(backoff.next_s())
         finally:
             await listing.changes.aclose()

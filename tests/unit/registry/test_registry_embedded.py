@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 
 import grpc.aio
 import pytest
 
 from isthmus.common.backoff import Backoff
 from isthmus.common.errors import DeadlineError, InstanceLostError
-from isthmus.common.registry import MemoryRegistry, WatchEvent, resume_watch
+from isthmus.common.registry import Listing, MemoryRegistry, WatchEvent, resume_watch
 from isthmus.common.registry.embedded import EmbeddedRegistryClient, RegistryServer
 from tests.support.poll import poll_until
 
@@ -94,6 +94,48 @@ async def test_resumed_watch_tells_what_changed_while_the_registry_was_away(
     assert False in connected
     await client.close()
     await restarted.stop()
+
+
+class BreakingRegistry(MemoryRegistry):
+    """Lists what there is, and ends every watch behind that."""
+
+    async def list_and_watch(self, prefix: str) -> Listing:
+        return Listing((await super().list_and_watch(prefix)).entries, _broken())
+
+
+async def _broken() -> AsyncGenerator[WatchEvent, None]:
+    raise InstanceLostError("the watch ended", stage="registry")
+    yield
+
+
+class Waits(Backoff):
+    def __init__(self) -> None:
+        super().__init__(0.001, 0.008, lambda _, high: high)
+        self.taken: list[float] = []
+
+    def next_s(self) -> float:
+        self.taken.append(super().next_s())
+        return self.taken[-1]
+
+
+@pytest.mark.asyncio
+async def test_a_registry_whose_watches_break_at_once_is_not_asked_ever_again_at_once() -> None:
+    waits = Waits()
+    watch = resume_watch(BreakingRegistry(), "/i/", backoff=waits)
+    pending = asyncio.create_task(anext(watch))
+    await poll_until(lambda: len(waits.taken) >= 5)
+    pending.cancel()
+    await asyncio.gather(pending, return_exceptions=True)
+    assert waits.taken[:5] == [0.001, 0.002, 0.004, 0.008, 0.008]
+
+
+def test_what_held_for_the_longest_wait_is_tried_again_soon() -> None:
+    backoff = Backoff(0.1, 2.0, lambda _, high: high)
+    assert [backoff.next_s(), backoff.next_s()] == [0.1, 0.2]
+    backoff.lasted(1.9)
+    assert backoff.next_s() == 0.4
+    backoff.lasted(2.0)
+    assert backoff.next_s() == 0.1
 
 
 @pytest.mark.asyncio
