@@ -9,12 +9,15 @@ that start together may build at the same time, and a process may hold the libra
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
 import os
 import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +30,7 @@ FLAGS = (
 )
 COMPILERS = ("g++", "c++")
 TIMEOUT_S = 300
+_WORKSPACE = "building-"
 
 _log = get_logger("native")
 
@@ -66,8 +70,8 @@ def build_library(sources: Sources, cache_dir: Path | None = None) -> Path:
     _log.info("compiling", library=sources.name, compiler=compiler, target=str(target))
     try:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with tempfile.TemporaryDirectory(dir=directory) as workspace:
-            built = Path(workspace) / target.name
+        with _workspace(directory) as workspace:
+            built = workspace / target.name
             units = map(str, sources.units)
             _run([compiler, *FLAGS, *sources.flags, *units, "-o", str(built)])
             built.replace(target)
@@ -87,6 +91,33 @@ def bind_function(
     function.argtypes = argument_types
     function.restype = result
     return function
+
+
+@contextmanager
+def _workspace(directory: Path) -> Iterator[Path]:
+    """A folder that goes with its block, or, where a signal ended that, when the next one is made:
+    whoever builds holds a lock on its own. Raises OSError."""
+    for left in directory.glob(f"{_WORKSPACE}*"):
+        with suppress(OSError), _locked(left):
+            shutil.rmtree(left)
+    made = Path(tempfile.mkdtemp(dir=directory))
+    try:
+        with _locked(made):  # before it has the name that others look for
+            made = made.rename(made.with_name(_WORKSPACE + made.name))
+            yield made
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
+@contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """Raises OSError where somebody else holds it."""
+    opened = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(opened)
 
 
 def _find_compiler() -> str:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import signal
 import stat
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -13,6 +17,7 @@ import torch
 from isthmus.kernels import reference, registry
 from isthmus.kernels.cpu import BuildError, build
 from isthmus.kernels.cpu.binding import load_library
+from tests.support.poll import poll_until
 
 FAKE_COMPILER = """#!/bin/sh
 if [ "$1" = "--version" ]; then echo "fake {version}"; exit 0; fi
@@ -84,6 +89,29 @@ def test_builds_at_the_same_time_all_get_a_whole_library(
         thread.join()
     assert len(found) == 4
     assert list((tmp_path / "cache").iterdir()) == [found[0]]
+
+
+def test_a_build_that_a_signal_ended_leaves_nothing_behind_the_next_one(
+    compiler: Compiler, tmp_path: Path
+) -> None:
+    cache = tmp_path / "cache"
+    compiler.install(body="exec sleep 60")
+    code = "import sys; from pathlib import Path; from isthmus.kernels.cpu import build; "
+    code += "build.build_library(Path(sys.argv[1]))"
+    ended = subprocess.Popen([sys.executable, "-c", code, str(cache)], start_new_session=True)
+    try:
+        asyncio.run(poll_until(lambda: compiler.num_runs == 1))
+        (under_way,) = cache.iterdir()
+        compiler.install(version="2")
+        library = build.build_library(cache)
+        assert under_way.exists()  # somebody works there
+    finally:
+        os.killpg(ended.pid, signal.SIGTERM)
+        ended.wait(30)
+    assert under_way.exists()
+    compiler.install(version="3")
+    newest = build.build_library(cache)
+    assert set(cache.iterdir()) == {library, newest}
 
 
 def test_a_failed_compilation_says_why_and_leaves_nothing(
