@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from benchmarks.cluster import MODEL_NAME, OUT, free_port, serve, wait_for
+from benchmarks.cluster import MODEL_NAME, OUT, free_ports, serve, wait_for
 from benchmarks.export_model import export
 from benchmarks.load import Figures, run_load
 from benchmarks.machine import ForeignCpu
@@ -31,7 +31,7 @@ VOCAB = 49_000
 @contextmanager
 def vllm(model: Path, logs: Path, venv: Path, dtype: str) -> Iterator[str]:
     subprocess.run([str(HERE / "peers" / "vllm_setup.sh"), str(venv)], check=True)
-    port, *ports = (free_port() for _ in range(5))
+    port, *ports = free_ports(5)
     servers: list[subprocess.Popen[bytes]] = []
     try:
         for index in (0, 1):

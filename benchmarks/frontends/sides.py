@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.cluster import CLUSTER_NAME, MODEL_NAME, free_port, wait_for
+from benchmarks.cluster import CLUSTER_NAME, MODEL_NAME, free_port, free_ports, wait_for
 from benchmarks.peers.vllm_pair import stop_server
 from isthmus.common.config import ClusterConfig, GatewayConfig, ModelConfig, RouterConfig
 from isthmus.common.model_files import locate_model
@@ -161,7 +161,7 @@ def passing_on(
         workers = [pair_flag, "--prefill", first, "--decode", second]
     else:
         workers = ["--worker-urls", first]
-    port, metrics_port = free_port(), free_port()
+    port, metrics_port = free_ports(2)
     frontend = started.peers(
         "router", FRONTEND_CORE,
         [*program, "--host", "127.0.0.1", "--port", str(port), "--prometheus-port",
