@@ -19,8 +19,8 @@ def shed(query: RouteQuery, predicted_ms: float, backlog_ms: float) -> SloShedEr
     """For load. ``predicted_ms``: from its arrival until its first token."""
     limit_ms = query.slo.ttft_ms
     return SloShedError(
-        f"the first token would come after about {predicted_ms:.0f} ms, and the target of "
-        f"class {query.slo.class_name} is {limit_ms:g} ms",
+        f"the first token would come after about {predicted_ms:.0f} ms, and "
+        f"{_target(query)} {limit_ms:.6g} ms",
         stage="route",
         reason="overload",
         predicted_ms=predicted_ms,
@@ -55,13 +55,23 @@ def infeasible(query: RouteQuery, look: Look) -> InfeasibleSloError:
     limit_ms: float | None
     if slo.ttft_ms is not None and look.least_ttft_ms > slo.ttft_ms:
         what, predicted_ms, limit_ms = "TTFT", look.least_ttft_ms, slo.ttft_ms
+        target = _target(query)
     else:
         what, predicted_ms, limit_ms = "TPOT", look.least_tpot_ms, slo.tpot_ms
+        target = f"the target of class {slo.class_name} is"
     return InfeasibleSloError(
         f"{query.num_prompt_tokens} prompt tokens mean a {what} of {predicted_ms:.0f} ms even on "
-        f"an idle instance; the target of class {slo.class_name} is {limit_ms:g} ms",
+        f"an idle instance; {target} {limit_ms:.6g} ms",
         stage="route",
         reason="slo_infeasible",
         predicted_ms=predicted_ms,
         limit_ms=limit_ms,
     )
+
+
+def _target(query: RouteQuery) -> str:
+    """Of its first token, to be followed by how many milliseconds."""
+    of_class = f"of class {query.slo.class_name}"
+    if query.is_bound_by_end:
+        return f"the E2E target {of_class}, {query.slo.e2e_ms:g} ms, leaves for it"
+    return f"the target {of_class} is"

@@ -21,6 +21,7 @@ from isthmus.common.types import InstanceRef, RouteAction, RouteDecision
 from isthmus.router.admission import FilterReason, filter_reason, overload, refusal
 from isthmus.router.baselines import least_loaded, power_of_two, prefix_only, round_robin
 from isthmus.router.cluster_view import ClusterView
+from isthmus.router.end_target import bounded_by_end
 from isthmus.router.explain import MAX_FILTERED, DecisionLog, DecisionRecord
 from isthmus.router.feedback import Feedback
 from isthmus.router.goodput import GoodputPolicy
@@ -253,9 +254,7 @@ class Router:
             reason=f"{tag}first of {len(candidates)} candidates",
             expires_ns=self._clock.now_ns() + self._config.reservation_ttl_ms * NS_PER_MS,
         )
-        output_tokens = self.knowledge.lengths.expected(
-            query.model, query.slo.class_name, query.num_prompt_tokens, query.max_output_tokens
-        )
+        output_tokens = self._output_tokens(query)
         self.state.ledger.reserve(
             decision.decision_id,
             prefill.instance_id,
@@ -279,6 +278,11 @@ class Router:
         metrics.RESERVATIONS.set(len(self.state.ledger))
         return decision
 
+    def _output_tokens(self, query: RouteQuery) -> int:
+        return self.knowledge.lengths.expected(
+            query.model, query.slo.class_name, query.num_prompt_tokens, query.max_output_tokens
+        )
+
     # --- late binding ----------------------------------------------------------------------------
 
     def _late_binding(self, tenant_weights: Mapping[str, float] | None) -> Intake:
@@ -292,7 +296,8 @@ class Router:
         deadline_ns = None
         if query.deadline_ns:
             deadline_ns = now_ns + query.deadline_ns - self._clock.now_ns()
-        verdict = intake.submit(query, deadline_ns, now_ns)
+        bounded = bounded_by_end(query, self._output_tokens(query), self.state)
+        verdict = intake.submit(bounded, deadline_ns, now_ns)
         metrics.QUERIES_HELD.set(len(intake.queue))
         return verdict
 
