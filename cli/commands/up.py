@@ -84,9 +84,14 @@ def up(
     warn_of_inert(config)
     configure_logging(config.logging, role="control")
     if detach:
-        show_ready(start_detached(config, show_progress), output, is_detached=True)
+        ready = start_detached(config, show_progress)
+        show_ready(ready, output, is_detached=True, needs_key=_needs_key(config))
     else:
-        run_cluster(config, show_progress, lambda ready: show_ready(ready, output))
+        run_cluster(
+            config,
+            show_progress,
+            lambda ready: show_ready(ready, output, needs_key=_needs_key(config)),
+        )
 
 
 def overrides(flags: dict[str, object], settings: list[str]) -> dict[str, Any]:
@@ -121,15 +126,27 @@ def show_progress(progress: Progress) -> None:
     stderr.print(f"[{style}]{progress.stage.value:>8}[/]  {escape(progress.message)}")
 
 
-def show_ready(ready: ReadyCluster, output: OutputFormat, *, is_detached: bool = False) -> None:
+def _needs_key(config: ClusterConfig) -> bool:
+    tenants = config.tenants.values()
+    return bool(config.gateway.api_keys) or any(tenant.all_hashes for tenant in tenants)
+
+
+def show_ready(
+    ready: ReadyCluster,
+    output: OutputFormat,
+    *,
+    is_detached: bool = False,
+    needs_key: bool = False,
+) -> None:
     if output is OutputFormat.JSON:
         print_json(ready)
         return
-    stdout.print(banner(ready, is_detached=is_detached))
+    stdout.print(banner(ready, is_detached=is_detached, needs_key=needs_key))
 
 
-def banner(ready: ReadyCluster, *, is_detached: bool = False) -> str:
+def banner(ready: ReadyCluster, *, is_detached: bool = False, needs_key: bool = False) -> str:
     """What a newcomer needs next, as rich markup."""
+    key = '-H "Authorization: Bearer $KEY" ' if needs_key else ""
     instances = ", ".join(f"{item.instance_id} (pid {item.pid})" for item in ready.instances)
     program, which = escape(program_name()), escape(selection(ready))
     end = f"stop it with: {program} down{which}" if is_detached else "Ctrl-C stops everything"
@@ -146,7 +163,7 @@ def banner(ready: ReadyCluster, *, is_detached: bool = False) -> str:
         f"  logs       {escape(ready.log_dir)}\n"
         f"{state}"
         f"  try        curl {escape(ready.url)}/v1/chat/completions "
-        f"-H 'Content-Type: application/json' -d '{escape(body)}'\n"
+        f"{key}-H 'Content-Type: application/json' -d '{escape(body)}'\n"
         f"  or         {program} chat{which}\n"
     )
 

@@ -230,6 +230,13 @@ def test_banner_gives_a_command_that_can_be_pasted(capsys: pytest.CaptureFixture
     assert json.loads(body)["model"] == "m[0]"
 
 
+def test_banner_shows_where_the_key_goes(capsys: pytest.CaptureFixture[str]) -> None:
+    up_command.stdout.print(banner(READY, needs_key=True))
+    assert '-H "Authorization: Bearer $KEY" ' in capsys.readouterr().out
+    up_command.stdout.print(banner(READY))
+    assert "Authorization" not in capsys.readouterr().out
+
+
 def test_banner_says_how_other_commands_find_the_cluster(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
