@@ -29,6 +29,7 @@ from isthmus.loadgen import Endpoint, Record, Targets, run_calls, summarise
 from isthmus.loadgen.plan import LoadPlan
 from isthmus.loadgen.prompts import PromptMaker
 from isthmus.workload import Call, Mix, Share, parse_lengths
+from isthmus.workload.figures import written
 
 PERIOD_MS = 20.0
 LOOK_S = 5.0
@@ -172,8 +173,8 @@ def main() -> None:
     for name, summary in summaries.items():
         print(
             f"{name:7} {summary.offered_rate:.2f}/s, {summary.attainment:.1%} good, TTFT p50 "
-            f"{summary.ttft.p50:.0f} p90 {summary.ttft.p90:.0f}, TPOT p50 {summary.tpot.p50:.1f} "
-            f"p90 {summary.tpot.p90:.1f} ms"
+            f"{written(summary.ttft.p50)} p90 {written(summary.ttft.p90)}, TPOT p50 "
+            f"{written(summary.tpot.p50, 1)} p90 {written(summary.tpot.p90, 1)} ms"
         )
     print(f"foreign CPU {foreign_share:.0%}")
     state = {

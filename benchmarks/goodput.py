@@ -27,6 +27,7 @@ from isthmus.loadgen.plan import LoadPlan
 from isthmus.loadgen.plots import plot_rates
 from isthmus.loadgen.prompts import PromptMaker
 from isthmus.workload import Call, Mix, Share, parse_lengths
+from isthmus.workload.figures import written
 
 # Prompt and answer lengths. The long mix is what disaggregation is for: one prompt more beside an
 # answer takes longer than the whole answer may be delayed.
@@ -118,8 +119,8 @@ def measure(
     summary = summarise(records, targets)
     print(
         f"{side.name:28} {summary.offered_rate:.3g}/s: {summary.attainment:5.1%} good, goodput "
-        f"{summary.goodput:.3g}/s, TTFT p90 {summary.ttft.p90:.0f}, TPOT p90 "
-        f"{summary.tpot.p90:.1f} ms, foreign CPU {foreign_share:.0%}",
+        f"{summary.goodput:.3g}/s, TTFT p90 {written(summary.ttft.p90)}, TPOT p90 "
+        f"{written(summary.tpot.p90, 1)} ms, foreign CPU {foreign_share:.0%}",
         flush=True,
     )
     return summary

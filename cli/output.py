@@ -21,7 +21,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from isthmus.common.errors import IsthmusError
-from isthmus.workload.figures import Spread
+from isthmus.workload.figures import Spread, written
+from isthmus.workload.search import LASTING
 
 
 class OutputFormat(StrEnum):
@@ -86,6 +87,15 @@ def progress() -> Iterator[Progress]:
 
 def figures(item: Spread) -> tuple[str, ...]:
     """Cells of a table: mean, p50, p90, p99, max."""
-    if not item.count:
-        return ("–",) * 5
-    return tuple(f"{value:.1f}" for value in (item.mean, item.p50, item.p90, item.p99, item.max))
+    return tuple(written(value, 1) for value in (item.mean, item.p50, item.p90, item.p99, item.max))
+
+
+def warn_of_short(span_s: float, wait_s: float, e2e: Spread) -> None:
+    """Says that calls came for too short a time for their goodput to last, if so. ``wait_s``: how
+    long a good one may wait."""
+    needed_s = LASTING * max(wait_s, (e2e.p50 or 0.0) / 1e3)
+    if span_s < needed_s:
+        stderr.print(
+            f"all calls came within {span_s:.3g} s, where {needed_s:.3g} s or more ({LASTING:g} "
+            "times as long as a good one may wait, and as it takes) would show what can be kept up"
+        )

@@ -71,6 +71,8 @@ class Endpoint:
             record.status, record.problem = Status.TIMEOUT, f"no answer in {self.timeout_s:g} s"
         except httpx.HTTPError as error:
             record.status, record.problem = Status.ERROR, f"{type(error).__name__}: {error}"
+        finally:
+            record.ended_s = now_s()
 
     async def _exchange(
         self,

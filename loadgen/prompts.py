@@ -123,12 +123,14 @@ _LOWEST_ID = 100  # ids below are special tokens and bytes in most vocabularies
 class PromptMaker:
     """``vocab`` > 0 makes lists of token ids below it; 0 makes text of about as many tokens.
 
-    ``block_tokens``: what one id of ``Call.blocks`` stands for. Raises ConfigError for a vocabulary
-    of special tokens alone."""
+    ``block_tokens``: what one id of ``Call.blocks`` stands for. Another ``run`` makes others,
+    so that what a server has cached of one run is of no use in the next. Raises ConfigError for a
+    vocabulary of special tokens alone."""
 
     seed: int
     vocab: int = 0
     block_tokens: int = 512
+    run: int = 0
 
     def __post_init__(self) -> None:
         if 0 < self.vocab <= _LOWEST_ID:
@@ -147,7 +149,7 @@ class PromptMaker:
         return items if self.vocab else " ".join(_words(items))
 
     def _run(self, name: str, size: int) -> list[int]:
-        source = random.Random(f"{self.seed} {name}")
+        source = random.Random(f"{self.seed}{f' run {self.run}' if self.run else ''} {name}")
         lowest, highest = (_LOWEST_ID, self.vocab - 1) if self.vocab else (0, len(_WORDS) - 1)
         return [source.randint(lowest, highest) for _ in range(size)]
 

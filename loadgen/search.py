@@ -1,17 +1,20 @@
 """The highest rate at which enough calls are good, over whole runs (``workload.search``).
 
-Every rate is tried with the same sequence of gaps and lengths, stretched to the rate, so that two
-rates differ by the rate and not by their luck. A call must meet both of its targets at once.
+Every rate is tried with the same sequence of gaps and lengths, stretched to the rate and repeated
+where it is over too soon, so that two rates differ by the rate and not by their luck. A call must
+meet both of its targets at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
-from isthmus.workload.search import RateSearch
+from isthmus.loadgen.summary import Summary
+from isthmus.loadgen.types import Record
+from isthmus.workload.search import Outcome, RateSearch, overlapping
 
-Attained = Callable[[float], Awaitable[float]]
+Try = Callable[[float, int], Awaitable[Outcome]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +26,7 @@ class Probe:
 @dataclass(frozen=True, slots=True)
 class Search:
     """``rate`` is 0 when not even the lowest rate that was tried attains enough; ``is_capped`` when
-    the highest allowed one still does."""
+    higher ones may, but were not tried, or not for long enough."""
 
     asked: float
     rate: float
@@ -32,23 +35,28 @@ class Search:
 
 
 async def search_goodput(
-    attained: Attained,
+    run: Try,
     *,
     start: float,
+    num_calls: int,
+    wait_s: float,
     asked: float = 0.9,
     tolerance: float = 0.1,
     lowest: float = 1e-3,
     highest: float = 1e6,
 ) -> Search:
-    """``attained(rate)`` runs one probe. The rate found is within ``tolerance`` (a share of it) of
-    one that fails.
-
-    Raises ValueError when ``start`` is not between ``lowest`` and ``highest``."""
-    if not 0 < lowest <= start <= highest:
-        raise ValueError(f"the search must start between {lowest:g} and {highest:g}, not {start:g}")
+    """``run(rate, copies)`` runs one probe, of so many copies of the workload's ``num_calls``.
+    ``wait_s``: how long a good call may wait. The rate found is within ``tolerance`` (a share of
+    it) of one that fails."""
     probes: list[Probe] = []
-    search = RateSearch(start, tolerance, lowest, highest)
+    search = RateSearch(start, asked, tolerance, lowest, highest, num_calls, wait_s)
     while not search.is_over:
-        probes.append(Probe(search.rate, await attained(search.rate)))
-        search.tell(is_enough=probes[-1].attainment >= asked)
+        outcome = await run(search.rate, search.copies)
+        probes.append(Probe(search.rate, outcome.attainment))
+        search.tell(outcome)
     return Search(asked, search.passing, is_capped=search.is_capped, probes=probes)
+
+
+def outcome_of(records: Sequence[Record], summary: Summary) -> Outcome:
+    spans = [(record.sent_s, record.ended_s) for record in records]
+    return Outcome(summary.attainment, (summary.e2e.p50 or 0.0) / 1e3, overlapping(spans))

@@ -37,7 +37,7 @@ class Summary:
 
     @property
     def is_generator_late(self) -> bool:
-        return self.lag.p99 > MAX_LAG_MS
+        return (self.lag.p99 or 0.0) > MAX_LAG_MS
 
     def as_json(self) -> dict[str, Any]:
         return {**asdict(self), "is_generator_late": self.is_generator_late}

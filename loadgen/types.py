@@ -79,6 +79,7 @@ class Record:
     status: Status = Status.TIMEOUT
     http_status: int = 0
     problem: str = ""
+    ended_s: float = 0.0  # answered, refused or given up
 
     @property
     def lag_ms(self) -> float:

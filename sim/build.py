@@ -29,9 +29,9 @@ from isthmus.workload import (
     Share,
     at_rate,
     converse,
-    mean_rate,
     parse_lengths,
     read_trace,
+    repeat,
     synthesise,
 )
 
@@ -44,7 +44,6 @@ DEFAULT_MODEL_LEN = 131_072
 LIVE_INTERVAL_MS = 100.0
 MANY_INSTANCES = 64  # beyond which reports become rarer, so that their number stays the same
 MAX_INTERVAL_MS = 1_000.0
-COPY_OFFSET = 1 << 48  # beyond every block id of a trace
 
 
 def make_specs(scenario: Scenario) -> list[InstanceSpec]:
@@ -93,23 +92,6 @@ def make_calls(scenario: Scenario) -> list[Call]:
         return calls
     calls = repeat(calls, part.copies)
     return at_rate(calls, part.rate) if part.rate else calls
-
-
-def repeat(calls: list[Call], copies: int) -> list[Call]:
-    """One copy after the other; the prefixes of one copy are not those of another."""
-    if copies == 1:
-        return calls
-    span_s = len(calls) / mean_rate(calls)
-    return [
-        replace(
-            call,
-            index=call.index + copy * len(calls),
-            due_s=call.due_s + copy * span_s,
-            blocks=tuple(block + copy * COPY_OFFSET for block in call.blocks),
-        )
-        for copy in range(copies)
-        for call in calls
-    ]
 
 
 def make_all_requests(scenario: Scenario, calls: list[Call]) -> list[SimRequest]:

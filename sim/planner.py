@@ -18,7 +18,7 @@ from isthmus.common.cluster import Role
 from isthmus.common.errors import ConfigError
 from isthmus.sim.build import make_calls
 from isthmus.sim.report import SimReport
-from isthmus.sim.run import Probe, run_scenario, search_goodput
+from isthmus.sim.run import Probe, run_scenario, scenario_wait_s, search_goodput
 from isthmus.sim.scenario import PoolPart, Scenario
 from isthmus.workload import Call, at_rate
 
@@ -88,6 +88,7 @@ class Plan:
     ``skipped``: shapes whose model does not fit, and why."""
 
     asked: float
+    tolerance: float
     candidates: tuple[Candidate, ...]
     ruled_out: dict[str, float]
     skipped: dict[str, str]
@@ -96,9 +97,16 @@ class Plan:
     def best(self) -> Candidate:
         return self.candidates[0]
 
+    @property
+    def ties(self) -> tuple[Candidate, ...]:
+        """The others that are as good as the best, as far as rates were found exactly."""
+        least = self.best.goodput_per_gpu * (1 - self.tolerance)
+        return tuple(item for item in self.candidates[1:] if item.goodput_per_gpu >= least)
+
     def as_json(self) -> dict[str, Any]:
         return {
             "asked": self.asked,
+            "ties": [str(item.shape) for item in self.ties],
             "candidates": [candidate.as_json() for candidate in self.candidates],
             "ruled_out": self.ruled_out,
             "skipped": self.skipped,
@@ -157,8 +165,9 @@ def make_plan(
     """``margin``: shapes that are worse than the best one by more than this share are ruled out.
     ``calls`` instead of the scenario's own. ``on_shape(done, all, shape, found)`` after each.
 
-    Raises ConfigError when none fits.
+    Raises ConfigError when none fits, or no target limits how long a request may wait.
     """
+    scenario_wait_s(scenario)
     calls = calls if calls is not None else make_calls(scenario)
     candidates: list[Candidate] = []
     ruled_out: dict[str, float] = {}
@@ -185,7 +194,7 @@ def make_plan(
         reasons = "; ".join(sorted(set(skipped.values()))) or "there are none"
         raise ConfigError(f"no shape can be simulated: {reasons}", stage="plan")
     candidates.sort(key=lambda item: (-item.goodput_per_gpu, item.shape.num_gpus))
-    return Plan(asked, tuple(candidates), ruled_out, skipped)
+    return Plan(asked, tolerance, tuple(candidates), ruled_out, skipped)
 
 
 def _reaches(scenario: Scenario, calls: list[Call], rate: float, asked: float) -> bool:

@@ -48,12 +48,12 @@ class RoleReport:
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """Measured / predicted, and how often the prediction was not exceeded."""
+    """Measured / predicted, and how often the prediction was not exceeded; None without any."""
 
     count: int
-    covered: float
-    ratio_p50: float
-    ratio_p90: float
+    covered: float | None
+    ratio_p50: float | None
+    ratio_p90: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,4 +202,5 @@ def _coverage(pairs: Iterable[tuple[float | None, float]]) -> Coverage:
     known = [(measured, said) for measured, said in pairs if measured is not None and said > 0]
     ratios = spread(measured / said for measured, said in known)
     covered = sum(measured <= said for measured, said in known)
-    return Coverage(len(known), covered / max(1, len(known)), ratios.p50, ratios.p90)
+    share = covered / len(known) if known else None
+    return Coverage(len(known), share, ratios.p50, ratios.p90)

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from isthmus.common.clock import NS_PER_S
 from isthmus.sim.build import make_all_requests, make_calls, make_cluster
 from isthmus.sim.records import Record
 from isthmus.sim.report import SimReport, make_report
 from isthmus.sim.scenario import Scenario
-from isthmus.workload import Call, at_rate, mean_rate
-from isthmus.workload.search import RateSearch
+from isthmus.workload import Call, at_rate, mean_rate, repeat
+from isthmus.workload.search import Outcome, RateSearch, longest_wait_s, overlapping
 
 EVENTS_BETWEEN = 20_000
-IDLE = 0.05  # use of the busiest role, below which a cluster's load does not matter
 OnProgress = Callable[[int, int], None]  # requests that have ended, requests in all
 
 
@@ -33,7 +33,7 @@ class Probe:
 @dataclass(frozen=True, slots=True)
 class GoodputSearch:
     """``rate``: the highest one found whose attainment reaches ``asked``; 0 when none does.
-    ``is_capped``: higher ones may, but were not tried."""
+    ``is_capped``: higher ones may, but were not tried, or not for long enough."""
 
     asked: float
     rate: float
@@ -72,26 +72,41 @@ def search_goodput(
     on_probe: Callable[[Probe], None] | None = None,
 ) -> GoodputSearch:
     """DistServe's measure (OSDI 2024, §4) by ``workload.search``, over whole runs with the same
-    calls (``calls`` instead of the scenario's own), stretched to the rate. ``start`` 0 = the calls'
-    own rate. Attainment is joint: a request must meet all of its targets.
+    calls (``calls`` instead of the scenario's own), stretched to the rate and repeated where they
+    are over too soon. ``start`` 0 = the calls' own rate. Attainment is joint: a request must meet
+    all of its targets.
 
-    Raises ConfigError.
+    Raises ConfigError, also when no target limits how long a request may wait.
     """
+    wait_s = scenario_wait_s(scenario)
     calls = calls if calls is not None else make_calls(scenario)
     probes: list[Probe] = []
     reports: dict[float, SimReport] = {}  # of rates that attain enough
-    rates = RateSearch(min(start or mean_rate(calls), highest), tolerance, 0.0, highest)
+    start = start or mean_rate(calls)
+    rates = RateSearch(start, asked, tolerance, 0.0, highest, len(calls), wait_s)
     while not rates.is_over:
         rate = rates.rate
-        report = run_scenario(scenario, at_rate(calls, rate)).report
+        run = run_scenario(scenario, at_rate(repeat(calls, rates.copies), rate))
+        report = run.report
         probes.append(Probe(rate, report.total.attainment, report.total.goodput))
         if on_probe is not None:
             on_probe(probes[-1])
-        is_enough = report.total.attainment >= asked
-        if is_enough:
+        if report.total.attainment >= asked:
             reports[rate] = report
-        elif not reports and max(role.utilisation for role in report.roles.values()) < IDLE:
-            break  # fewer requests would change nothing
-        rates.tell(is_enough=is_enough)
+        rates.tell(_outcome(run))
     found = rates.passing
     return GoodputSearch(asked, found, rates.is_capped, tuple(probes), reports.get(found))
+
+
+def scenario_wait_s(scenario: Scenario) -> float:
+    """How long a good request may wait. Raises ConfigError when no target limits it."""
+    return longest_wait_s(part.slo(name) for name, part in scenario.classes.items())
+
+
+def _outcome(run: Run) -> Outcome:
+    spans = [
+        (record.request.arrival_ns / NS_PER_S, (record.end_ns or 0) / NS_PER_S)
+        for record in run.records
+    ]
+    total = run.report.total
+    return Outcome(total.attainment, (total.e2e.p50 or 0.0) / 1e3, overlapping(spans))

@@ -11,7 +11,7 @@ from isthmus.workload.conversations import Conversations, converse
 from isthmus.workload.lengths import Lengths, parse_lengths
 from isthmus.workload.synthetic import Mix, Share, synthesise
 from isthmus.workload.traces import read_azure, read_mooncake, read_trace
-from isthmus.workload.types import Call, at_rate, mean_rate
+from isthmus.workload.types import Call, at_rate, mean_rate, repeat
 
 __all__ = [
     "Arrivals",
@@ -28,5 +28,6 @@ __all__ = [
     "read_azure",
     "read_mooncake",
     "read_trace",
+    "repeat",
     "synthesise",
 ]

@@ -11,22 +11,28 @@ QUANTILES = (0.5, 0.9, 0.99)
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Milliseconds over the calls that have the figure; all zero when none has."""
+    """Milliseconds over the calls that have the figure; None when none has: no figure is not a
+    perfect one."""
 
     count: int
-    mean: float
-    p50: float
-    p90: float
-    p99: float
-    max: float
+    mean: float | None = None
+    p50: float | None = None
+    p90: float | None = None
+    p99: float | None = None
+    max: float | None = None
 
 
 def spread(values: Iterable[float | None]) -> Spread:
     known = sorted(value for value in values if value is not None)
     if not known:
-        return Spread(0, 0.0, 0.0, 0.0, 0.0, 0.0)
+        return Spread(0)
     middle, high, tail = (quantile(known, q) for q in QUANTILES)
     return Spread(len(known), sum(known) / len(known), middle, high, tail, known[-1])
+
+
+def written(figure: float | None, digits: int = 0) -> str:
+    """For people: with so many digits behind the point, or a dash."""
+    return "–" if figure is None else f"{figure:.{digits}f}"
 
 
 def quantile(ordered: Sequence[float], q: float) -> float:

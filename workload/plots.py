@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from isthmus.common.errors import ConfigError
@@ -11,18 +12,21 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
+def require_plots() -> None:
+    """To be asked before a run whose picture is wanted. Raises ConfigError without matplotlib."""
+    if find_spec("matplotlib") is None:
+        raise ConfigError("a plot needs matplotlib: pip install 'isthmus[bench]'", stage="bench")
+
+
 def new_figure(
     num_panels: int, *, panel_inches: tuple[float, float] = (5, 4), shares_y: bool = False
 ) -> tuple[Any, list[Any]]:
     """A figure and its panels, side by side. It belongs to its caller alone: nothing has to be
     closed. Raises ConfigError without matplotlib."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as missing:
-        raise ConfigError(
-            "a plot needs matplotlib: pip install 'isthmus[bench]'", stage="bench"
-        ) from missing
+    require_plots()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     width, height = panel_inches
     figure = Figure(figsize=(width * num_panels, height), layout="constrained")
     FigureCanvasAgg(figure)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+COPY_OFFSET = 1 << 48  # beyond every block id of a workload
+
 
 @dataclass(frozen=True, slots=True)
 class Call:
@@ -40,3 +42,20 @@ def at_rate(calls: Sequence[Call], rate: float) -> list[Call]:
         return []
     factor, start = mean_rate(calls) / rate, calls[0].due_s
     return [replace(call, due_s=(call.due_s - start) * factor) for call in calls]
+
+
+def repeat(calls: Sequence[Call], copies: int) -> list[Call]:
+    """One copy after the other; the prefixes of one copy are not those of another."""
+    if copies == 1:
+        return list(calls)
+    span_s = len(calls) / mean_rate(calls)
+    return [
+        replace(
+            call,
+            index=call.index + copy * len(calls),
+            due_s=call.due_s + copy * span_s,
+            blocks=tuple(block + copy * COPY_OFFSET for block in call.blocks),
+        )
+        for copy in range(copies)
+        for call in calls
+    ]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from isthmus.loadgen import Summary
 from isthmus.sim import SimReport
 from isthmus.sim.report import ClassReport
+from isthmus.workload.figures import written
 
 HEADS = ("TTFT p50", "p90", "p99", "TPOT p50", "p90", "p99", "gap p50")
 
@@ -41,6 +42,7 @@ def _row(rate: str, name: str, item: Summary | ClassReport, error: str) -> str:
     ttft, tpot = item.ttft, item.tpot
     return (
         f"| {rate} | {name} | {item.goodput:.3f}/s | {error} | {item.attainment:.1%} "
-        f"| {ttft.p50:.0f} | {ttft.p90:.0f} | {ttft.p99:.0f} | {tpot.p50:.1f} | {tpot.p90:.1f} "
-        f"| {tpot.p99:.1f} | {item.second_token_gap.p50:.0f} |"
+        f"| {written(ttft.p50)} | {written(ttft.p90)} | {written(ttft.p99)} "
+        f"| {written(tpot.p50, 1)} | {written(tpot.p90, 1)} | {written(tpot.p99, 1)} "
+        f"| {written(item.second_token_gap.p50)} |"
     )

@@ -9,6 +9,7 @@ their figure is our TPOT. KV moves in no time there.
 from __future__ import annotations
 
 import csv
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -118,7 +119,7 @@ def compare(
             backend=row["backend"],
             shape=shape,
             theirs={name: float(row[name]) for name in names},
-            ours=dict(zip(names, figures, strict=True)),
+            ours={n: math.nan if f is None else f for n, f in zip(names, figures, strict=True)},
         )
 
 

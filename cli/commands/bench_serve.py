@@ -4,39 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import httpx
 import typer
 
+from isthmus.cli.bench_figures import line, show
 from isthmus.cli.options import Output
-from isthmus.cli.output import (
-    OutputFormat,
-    figures,
-    print_json,
-    print_table,
-    progress,
-    stderr,
-    stdout,
-    table,
-)
+from isthmus.cli.output import OutputFormat, print_json, progress, stderr
 from isthmus.common.errors import ConfigError
 from isthmus.loadgen.client import Endpoint
 from isthmus.loadgen.open_loop import run_calls
 from isthmus.loadgen.plan import LoadPlan
 from isthmus.loadgen.plots import plot_rates, plot_run
 from isthmus.loadgen.prompts import PromptMaker
-from isthmus.loadgen.search import Search, search_goodput
+from isthmus.loadgen.search import Search, outcome_of, search_goodput
 from isthmus.loadgen.summary import Summary, summarise
-from isthmus.loadgen.types import Record, Targets
-from isthmus.workload import Mix, Share, parse_lengths, read_trace
+from isthmus.loadgen.types import Record, Status, Targets
+from isthmus.workload import Call, Mix, Share, at_rate, parse_lengths, read_trace, repeat
+from isthmus.workload.plots import require_plots
+from isthmus.workload.search import Outcome, longest_wait_s
 from isthmus.workload.traces import MOONCAKE_BLOCK_TOKENS
 
 _STAGE = "bench"
 _OF_A_MIX = ("prompt", "answer", "cv", "prefixes", "prefix_tokens", "slo_class")
 """Parameters of calls that are made up: a trace has all of that."""
+_KEY_REFUSED = (401, 403)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +44,11 @@ class _Run:
     targets: Targets
     warm_up: int
 
-    async def at(self, rate: float | None) -> tuple[list[Record], Summary]:
-        calls = self.plan.calls(rate)
+    async def send(
+        self, calls: list[Call], rate: float | None, number: int
+    ) -> tuple[list[Record], Summary]:
+        """The ``number``-th run: its prompts are not those of another."""
+        prompts = replace(self.prompts, run=number)
         label = f"{len(calls)} calls" + (f" at {rate:g}/s" if rate else "")
         with progress() as bar:
             task = bar.add_task(label, total=len(calls))
@@ -58,17 +56,17 @@ class _Run:
                 records = await run_calls(
                     endpoint,
                     calls,
-                    self.prompts,
+                    prompts,
                     on_progress=lambda _, ended: bar.update(task, completed=ended),
                 )
         summary = summarise(records, self.targets, self.warm_up)
-        stderr.print(_line(summary))
+        stderr.print(line(summary))
         return records, summary
 
 
 def serve(
     context: typer.Context,
-    url: Annotated[str, typer.Option(help="Server, without /v1.")] = "http://127.0.0.1:8000",
+    url: Annotated[str, typer.Option(help="Server.")] = "http://127.0.0.1:8000",
     model: Annotated[str, typer.Option(help="Model to name; empty = the server's first.")] = "",
     rate: Annotated[
         list[float] | None,
@@ -117,14 +115,19 @@ def serve(
     and failed calls count as offered."""
     _refuse_idle_flags(_given(context), num_rates=len(rate or ()))
     targets = Targets(ttft_ms, tpot_ms)
+    if search:
+        longest_wait_s([targets.slo])
+    if plot:
+        require_plots()
+    url = url.rstrip("/").removesuffix("/v1")
     block_tokens = max(1, round(MOONCAKE_BLOCK_TOKENS * scale)) if trace else prefix_tokens
     share = Share(
         1.0, parse_lengths(prompt), parse_lengths(answer), slo_class, num_prefixes=prefixes
     )
     run = _Run(
         endpoint=Endpoint(
-            url=url.rstrip("/"),
-            model=model or _first_model(url.rstrip("/"), api_key),
+            url=url,
+            model=model or _first_model(url, api_key),
             timeout_s=timeout_s,
             deadline_s=deadline_s,
             targets=targets if send_targets else None,
@@ -166,7 +169,10 @@ def serve(
     if output is OutputFormat.JSON:
         print_json(result)
     else:
-        _show(summaries, found)
+        show(summaries, found)
+    if not any(record.status is Status.DONE for made, _ in runs for record in made):
+        stderr.print("no call was served")
+        raise typer.Exit(1)
 
 
 def _given(context: typer.Context) -> dict[str, str]:
@@ -212,6 +218,9 @@ def _first_model(url: str, api_key: str) -> str:
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     try:
         response = httpx.get(f"{url}/v1/models", headers=headers, timeout=10, trust_env=False)
+        if response.status_code in _KEY_REFUSED:
+            message = f"{url} refused the API key" if api_key else f"{url} asks for an --api-key"
+            raise ConfigError(f"{message} (status {response.status_code})", stage=_STAGE)
         response.raise_for_status()
         return str(response.json()["data"][0]["id"])
     except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
@@ -219,7 +228,7 @@ def _first_model(url: str, api_key: str) -> str:
 
 
 async def _all(run: _Run, rates: list[float | None]) -> list[tuple[list[Record], Summary]]:
-    return [await run.at(rate) for rate in rates]
+    return [await run.send(run.plan.calls(rate), rate, number) for number, rate in enumerate(rates)]
 
 
 async def _search(
@@ -227,11 +236,17 @@ async def _search(
 ) -> tuple[Search, list[tuple[list[Record], Summary]]]:
     runs: list[tuple[list[Record], Summary]] = []
 
-    async def attained(rate: float) -> float:
-        runs.append(await run.at(rate))
-        return runs[-1][1].attainment
+    calls = run.plan.calls(start)
 
-    return await search_goodput(attained, start=start, asked=asked), runs
+    async def attempt(rate: float, copies: int) -> Outcome:
+        runs.append(await run.send(at_rate(repeat(calls, copies), rate), rate, len(runs)))
+        return outcome_of(*runs[-1])
+
+    wait_s = longest_wait_s([run.targets.slo])
+    found = await search_goodput(
+        attempt, start=start, num_calls=len(calls), wait_s=wait_s, asked=asked
+    )
+    return found, runs
 
 
 def _write_records(path: Path, records: list[Record]) -> None:
@@ -243,51 +258,3 @@ def _write_records(path: Path, records: list[Record]) -> None:
                 "tpot_ms": record.tpot_ms,
             }
             lines.write(json.dumps(row) + "\n")
-
-
-# --- what is shown --------------------------------------------------------------------------------
-
-
-def _line(summary: Summary) -> str:
-    return (
-        f"{summary.offered_rate:.3g}/s offered: {summary.attainment:.1%} good, "
-        f"goodput {summary.goodput:.3g}/s, TTFT p90 {summary.ttft.p90:.0f} ms, "
-        f"TPOT p90 {summary.tpot.p90:.1f} ms"
-    )
-
-
-def _show(summaries: list[Summary], found: Search | None) -> None:
-    made = table("offered/s", "good", "goodput/s", "tokens/s", "refused", "failed", "lag p99 ms")
-    for summary in summaries:
-        verdicts = summary.verdicts
-        made.add_row(
-            f"{summary.offered_rate:.3g}",
-            f"{summary.attainment:.1%}",
-            f"{summary.goodput:.3g}",
-            f"{summary.output_tokens_per_s:.1f}",
-            str(verdicts["rejected"]),
-            str(verdicts["error"] + verdicts["timeout"]),
-            f"{summary.lag.p99:.1f}",
-        )
-    print_table(made)
-    spreads = table("ms", "offered/s", "mean", "p50", "p90", "p99", "max")
-    for summary in summaries:
-        for name, item in (
-            ("TTFT", summary.ttft),
-            ("TPOT", summary.tpot),
-            ("second token gap", summary.second_token_gap),
-            ("end to end", summary.e2e),
-        ):
-            spreads.add_row(name, f"{summary.offered_rate:.3g}", *figures(item))
-    print_table(spreads)
-    for summary in summaries:
-        for problem, count in summary.problems.items():
-            stderr.print(f"{count} × {problem}", markup=False)
-        if summary.is_generator_late:
-            stderr.print(
-                f"the generator sent calls up to {summary.lag.max:.0f} ms late at "
-                f"{summary.offered_rate:.3g}/s: its own speed is part of these figures"
-            )
-    if found is not None:
-        bound = "at least " if found.is_capped else ""
-        stdout.print(f"goodput at {found.asked:.0%} attainment: {bound}{found.rate:.3g} requests/s")

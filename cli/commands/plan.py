@@ -22,6 +22,7 @@ from isthmus.cli.scenario_options import (
     load,
 )
 from isthmus.sim import Budget, Candidate, Plan, Shape, make_plan, shapes
+from isthmus.workload.search import WHY_CAPPED
 
 
 def plan(
@@ -70,7 +71,7 @@ def _show(made: Plan, count: int) -> None:
         rows.add_row(
             str(item.shape),
             str(item.shape.num_gpus),
-            f"{item.rate:.3g}",
+            f"{'≥ ' if item.is_capped else ''}{item.rate:.3g}",
             f"{item.goodput_per_gpu:.3g}",
             f"{item.goodput_per_gpu / best:.2f}" if best else "–",
             item.limit,
@@ -83,10 +84,15 @@ def _show(made: Plan, count: int) -> None:
         f"best: {made.best.shape}, {made.best.goodput_per_gpu:.3g} requests/s per GPU with "
         f"{made.asked:.0%} good"
     )
-    if len(made.candidates) > 1:
-        second = made.candidates[1]
-        share = 1 - second.goodput_per_gpu / best
-        stdout.print(f"next best: {second.shape}, {share:.0%} less; {second.limit}")
+    if any(item.is_capped for item in made.candidates):
+        stdout.print(WHY_CAPPED)
+    if made.ties:
+        names = ", ".join(str(item.shape) for item in made.ties)
+        stdout.print(f"a tie with the best, within {made.tolerance:.0%}: {names}", markup=False)
+    others = made.candidates[1 + len(made.ties) :]
+    if others:
+        share = 1 - others[0].goodput_per_gpu / best
+        stdout.print(f"next best: {others[0].shape}, {share:.0%} less; {others[0].limit}")
     if made.ruled_out:
         stdout.print(f"{len(made.ruled_out)} others were ruled out by one run each")
     if made.skipped:

@@ -32,6 +32,22 @@ def test_a_run_prints_a_table_and_saves_its_figures(tmp_path: Path) -> None:
     assert (report["num_instances"], report["num_gpus"]) == (2, 8)
 
 
+def test_a_run_tells_what_became_of_each_tenant() -> None:
+    flags = ["--rate", "1", "--set", "tenants.search=1", "--set", "tenants.chat=2"]
+    result = RUN.invoke(app, ["sim", "run", *QUICK, *flags])
+    assert result.exit_code == 0, result.output
+    assert "tenant" in result.stdout
+    assert "chat" in result.stdout
+    assert "coverage says little here" in result.stdout
+
+
+def test_a_burst_is_told_from_what_can_be_kept_up() -> None:
+    flags = ["--rate", "1000", "--ttft-ms", "5000"]
+    assert "all calls came within" in RUN.invoke(app, ["sim", "run", *QUICK, *flags]).output
+    flags = ["--rate", "0.5", "--ttft-ms", "5000"]
+    assert "all calls came within" not in RUN.invoke(app, ["sim", "run", *QUICK, *flags]).output
+
+
 def test_policies_are_compared_on_the_same_arrivals() -> None:
     names = ["--policy", "round_robin", "--policy", "least_loaded"]
     flags = ["--pool", "mixed=2", "--rate", "1", "-o", "json"]

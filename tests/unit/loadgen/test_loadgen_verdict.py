@@ -66,6 +66,12 @@ def test_warm_up_calls_do_not_count() -> None:
         summarise(records, TARGETS, warm_up=3)
 
 
+def test_what_was_not_measured_is_not_zero() -> None:
+    summary = summarise([record(tokens=1), record(due_s=2.0, first_s=2.1, tokens=1)], TARGETS)
+    assert (summary.tpot.count, summary.tpot.p50, summary.tpot.p99) == (0, None, None)
+    assert summary.ttft.count == 2
+
+
 def test_a_slow_generator_is_told() -> None:
     records = [record(sent_s=1.2) for _ in range(10)]
     assert summarise(records, TARGETS).is_generator_late

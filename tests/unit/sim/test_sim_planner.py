@@ -43,6 +43,33 @@ def test_a_target_that_cannot_be_met_gives_no_rate() -> None:
     assert (found.rate, found.best) == (0.0, None)
 
 
+def test_fewer_requests_do_not_make_a_cluster_faster() -> None:
+    """A burst of twenty ends within this target, however fast it comes."""
+    classes = {"default": {"ttft_ms": 3_000.0}}
+    rates = []
+    for count in (20, 100, 1_000):
+        workload = {**PROMPTS, "requests": count, "cv": 1.0}
+        rates.append(
+            search_goodput(make_scenario(**prompts(classes=classes, workload=workload))).rate
+        )
+    assert max(rates) <= 1e3 / 105 * 1.3
+    assert max(rates[:2]) <= rates[2] * 1.2
+
+
+def test_a_search_or_plan_without_a_limit_of_waiting_is_refused() -> None:
+    scenario = make_scenario(**prompts(classes={"default": {"tpot_ms": 100.0}}))
+    for search in (search_goodput, lambda it: make_plan(it, [Shape(mixed=1)])):
+        with pytest.raises(ConfigError, match="needs a TTFT target"):
+            search(scenario)
+
+
+def test_shapes_nearer_than_the_tolerance_are_ties() -> None:
+    """One instance and two of the same serve the same per GPU."""
+    plan = make_plan(make_scenario(**prompts()), [Shape(mixed=1), Shape(mixed=2)], tolerance=0.1)
+    assert len(plan.ties) == 1
+    assert plan.as_json()["ties"] == [str(plan.candidates[1].shape)]
+
+
 def test_all_shapes_that_fit_are_tried() -> None:
     found = list(shapes(Budget(3, (1, 2))))
     assert len(found) == len(set(found))
@@ -86,7 +113,9 @@ def test_a_pair_wins_when_chunks_would_make_decodes_late() -> None:
 
 def test_a_shape_that_does_not_fit_is_left_out_with_its_reason() -> None:
     scenario = make_scenario(
-        pools=[{"role": "mixed", "profile": {**FAST, "model": "llama2-70b"}}], workload=PROMPTS
+        pools=[{"role": "mixed", "profile": {**FAST, "model": "llama2-70b"}}],
+        workload=PROMPTS,
+        classes={"default": {"ttft_ms": 150.0}},
     )
     with pytest.raises(ConfigError, match="does not fit"):
         make_plan(scenario, [Shape(mixed=1)])

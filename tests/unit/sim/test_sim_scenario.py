@@ -8,8 +8,8 @@ import pytest
 from isthmus.common.errors import ConfigError
 from isthmus.common.profile import InstanceProfile
 from isthmus.sim import parse_scenario, read_scenario, run_scenario
-from isthmus.sim.build import make_all_requests, make_calls, make_specs, repeat
-from isthmus.workload import Call
+from isthmus.sim.build import make_all_requests, make_calls, make_specs
+from isthmus.workload import Call, repeat
 from tests.support.sim_runs import make_scenario
 
 SCENARIO = """
