@@ -49,7 +49,8 @@ def show(summaries: list[Summary], found: Search | None) -> None:
                 f"the generator sent calls up to {written(summary.lag.max)} ms late at "
                 f"{summary.offered_rate:.3g}/s: its own speed is part of these figures"
             )
-        warn_of_short(summary.span_s, (summary.targets.ttft_ms or 0.0) / 1e3, summary.e2e)
+        if found is None:
+            warn_of_short(summary.span_s, (summary.targets.ttft_ms or 0.0) / 1e3, summary.e2e)
     if found is not None:
         bound = "at least " if found.is_capped else ""
         stdout.print(f"goodput at {found.asked:.0%} attainment: {bound}{found.rate:.3g} requests/s")

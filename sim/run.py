@@ -28,6 +28,7 @@ class Probe:
     rate: float
     attainment: float
     goodput: float
+    num_requests: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +89,11 @@ def search_goodput(
         rate = rates.rate
         run = run_scenario(scenario, at_rate(repeat(calls, rates.copies), rate))
         report = run.report
-        probes.append(Probe(rate, report.total.attainment, report.total.goodput))
+        total = report.total
+        probes.append(Probe(rate, total.attainment, total.goodput, len(run.records)))
         if on_probe is not None:
             on_probe(probes[-1])
-        if report.total.attainment >= asked:
+        if total.attainment >= asked:
             reports[rate] = report
         rates.tell(_outcome(run))
     found = rates.passing

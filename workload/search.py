@@ -8,6 +8,9 @@ shows once it is as long as a call may wait, and a batch is full after as long a
 in less time than that every rate is good. So a probe's calls come for ``LASTING`` times the longest
 wait that a target allows and the median call; where the workload is too short for that at a rate,
 it is repeated, up to ``MOST_CALLS`` calls. Rates that would need more are not answers.
+
+What such a run cannot tell is a backlog that reaches the longest wait only as the run ends: at an
+attainment a, a rate that is found may be 1 / (a · ``LASTING``) above what can be kept up.
 """
 
 from __future__ import annotations
@@ -20,10 +23,11 @@ from isthmus.common.errors import ConfigError
 from isthmus.common.types import Slo
 
 LASTING = 5.0
-MOST_CALLS = 20_000
+MOST_CALLS = 10_000
 WHY_CAPPED = (
-    f"higher rates were not tried, or not for long enough: a run may have {MOST_CALLS:,} calls, "
-    f"and they must come for {LASTING:g} times as long as a good call may wait, and as it takes"
+    f"higher rates were not tried, or not for long enough: a run has {MOST_CALLS:,} calls at most "
+    "(or as many as were asked for), and they must come for "
+    f"{LASTING:g} times as long as a good call may wait, and as it takes"
 )
 
 

@@ -95,6 +95,8 @@ def _show(made: Plan, count: int) -> None:
         stdout.print(f"next best: {others[0].shape}, {share:.0%} less; {others[0].limit}")
     if made.ruled_out:
         stdout.print(f"{len(made.ruled_out)} others were ruled out by one run each")
+    if made.skipped and len(made.candidates) + len(made.ruled_out) == 1:
+        stdout.print("no other shape could be tried: there is nothing to compare it with")
     if made.skipped:
         reasons = sorted(set(made.skipped.values()))
         stdout.print(f"{len(made.skipped)} were not tried: {'; '.join(reasons)}", markup=False)

@@ -129,7 +129,7 @@ def compare(
         reports = {name: _run(with_policy(scenario, name)).report for name in names}
         result = {name: report.as_json() for name, report in reports.items()}
         series = {
-            name: (Probe(r.offered_rate, r.total.attainment, r.total.goodput),)
+            name: (Probe(r.offered_rate, r.total.attainment, r.total.goodput, r.total.num_offered),)
             for name, r in reports.items()
         }
     if plot:
@@ -161,7 +161,11 @@ def _search(scenario: Scenario, asked: float) -> GoodputSearch:
 
     def tell(probe: Probe) -> None:
         name = scenario.router.policy
-        stderr.print(f"{name}: {probe.rate:.4g}/s → {probe.attainment:.1%} good", markup=False)
+        stderr.print(
+            f"{name}: {probe.num_requests} requests at {probe.rate:.4g}/s → "
+            f"{probe.attainment:.1%} good",
+            markup=False,
+        )
 
     return search_goodput(scenario, asked=asked, on_probe=tell)
 

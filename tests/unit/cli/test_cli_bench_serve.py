@@ -8,7 +8,6 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
-from isthmus.cli.commands import bench_serve
 from isthmus.cli.main import app
 from isthmus.common.errors import ConfigError
 from isthmus.workload import plots
@@ -76,7 +75,7 @@ def test_a_key_that_is_refused_is_told_apart(
         asked.append(url)
         return httpx.Response(401, request=httpx.Request("GET", url))
 
-    monkeypatch.setattr(bench_serve.httpx, "get", refuse)
+    monkeypatch.setattr(httpx, "get", refuse)
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     command = ["bench", "serve", "--url", "http://server/v1/", "--rate", "1", *key]
     result = CliRunner().invoke(app, command)

@@ -79,3 +79,12 @@ def test_a_plan_names_the_best_and_the_next_best() -> None:
 def test_a_mistake_is_a_configuration_error(arguments: list[str]) -> None:
     result = RUN.invoke(app, arguments)
     assert isinstance(result.exception, ConfigError)
+
+
+def test_a_plan_of_one_shape_says_that_it_compares_nothing() -> None:
+    """A fault of an instance that mixed shapes do not have leaves one shape."""
+    fault = "faults=[{kind: slow, instance: d0, at_s: 1, for_s: 1}]"
+    flags = ["--gpus", "2", "--rate", "1", "--ttft-ms", "400", "--set", fault]
+    result = RUN.invoke(app, ["plan", *QUICK, *flags, "--tolerance", "0.3"])
+    assert result.exit_code == 0, result.output
+    assert "nothing to compare it with" in result.stdout

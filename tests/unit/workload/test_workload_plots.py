@@ -32,5 +32,5 @@ def test_a_live_run_and_its_rates_are_drawn(tmp_path: Path) -> None:
 
 def test_a_simulated_run_and_its_rates_are_drawn(tmp_path: Path) -> None:
     sim_plots.plot_run(tmp_path / "run.png", run_scenario(make_scenario()).records)
-    sim_plots.plot_rates(tmp_path / "rates.png", {"goodput": [Probe(1.0, 0.9, 0.9)]}, 0.9)
+    sim_plots.plot_rates(tmp_path / "rates.png", {"goodput": [Probe(1.0, 0.9, 0.9, 10)]}, 0.9)
     assert all(file.read_bytes().startswith(PNG) for file in tmp_path.iterdir())
