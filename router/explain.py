@@ -72,6 +72,9 @@ class DecisionRecord:
     num_filtered: int = 0
     outcomes: list[OutcomeKind] = field(default_factory=list)
     timeline: Timeline = field(default_factory=Timeline)
+    elapsed_ms: float = 0.0  # from the request's arrival to ``at_ns``
+    held_for: str = ""  # why it waited in the router; empty = it did not
+    tpot_ms: float | None = None  # measured
 
     @classmethod
     def of(
@@ -86,6 +89,8 @@ class DecisionRecord:
             at_ns=at_ns,
             filtered=dict(islice(filtered.items(), MAX_FILTERED)) if filtered else _NOBODY,
             num_filtered=len(filtered),
+            elapsed_ms=query.elapsed_ms(at_ns),
+            held_for=query.held_for,
         )
 
     def decided(self, decision: RouteDecision, candidates: Sequence[Candidate]) -> DecisionRecord:
@@ -107,6 +112,8 @@ class DecisionRecord:
 
     def told(self, outcome: Outcome) -> None:
         self.outcomes.append(outcome.kind)
+        if outcome.tpot_ms is not None:
+            self.tpot_ms = outcome.tpot_ms
         if outcome.timeline is not None:
             self.timeline.merge(outcome.timeline)
 

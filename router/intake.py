@@ -94,11 +94,12 @@ class Intake:
         if self._queue.is_full:
             full = refusals.queue_full(len(self._queue), self._pools.backlog_ms(query.model))
             return self._rejected(query, full, now_ns)
+        held_for = RESERVED if is_reserved else look.weighed.obstacle or "in_line"
+        query = replace(query, held_for=held_for)
         held = self._queue.enter(query, weighed.work_ms, latest_ns, now_ns, deadline_ns)
         held.has_last_chance = has_last_chance
         self._next_tick_ns = self._tick_after_entry(query.model, now_ns)
-        obstacle = RESERVED if is_reserved else look.weighed.obstacle
-        metrics.HOLDS.labels(reason=obstacle or "in_line").inc()
+        metrics.HOLDS.labels(reason=held_for).inc()
         return Held(query.request_id, latest_ns)
 
     def cancel(self, request_id: RequestId) -> bool:

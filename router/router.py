@@ -234,10 +234,12 @@ class Router:
         *,
         is_infeasible: bool = False,
     ) -> RouteDecision:
-        """``is_infeasible``: served though no instance, however idle, meets its targets: the
-        decision's ``reason`` begins with that, and nobody need spare it."""
+        """``is_infeasible``: served though no instance, however idle, meets its targets, and nobody
+        need spare it. The decision's ``reason`` begins with that, or with its being late."""
         chosen = candidates[0]
-        tag = f"{InfeasibleSloError.code}: " if is_infeasible else ""
+        tag = "late: " if action is RouteAction.DEGRADE else ""
+        if is_infeasible:
+            tag = f"{InfeasibleSloError.code}: "
         decode, prefill = chosen.decode.view, chosen.prefill.view
         decision = RouteDecision(
             decision_id=DecisionId(f"{self._id_prefix}{self._turn:x}"),

@@ -32,6 +32,7 @@ class RouteQuery:
     exclude: frozenset[InstanceId] = frozenset()
     prefer_decode: InstanceId | None = None
     needs_whole_prompt: bool = False  # every prompt position must be computed (prompt logprobs)
+    held_for: str = ""  # why it had to wait in the router, as one word
     is_bound_by_end: bool = False  # its TTFT target is what its E2E target leaves for it
 
     def elapsed_ms(self, unix_ns: int) -> float:

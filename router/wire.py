@@ -104,6 +104,9 @@ def record_to_pb(record: DecisionRecord) -> pb.Explanation:
         num_filtered=record.num_filtered,
         outcomes=[kind.value for kind in record.outcomes],
         timeline=timeline_to_pb(record.timeline),
+        elapsed_ms=record.elapsed_ms,
+        held_for=record.held_for,
+        tpot_ms=record.tpot_ms,
     )
 
 
@@ -127,6 +130,9 @@ def record_from_pb(message: pb.Explanation) -> DecisionRecord:
         num_filtered=message.num_filtered,
         outcomes=[_OUTCOMES[name] for name in message.outcomes if name in _OUTCOMES],
         timeline=timeline_from_pb(message.timeline),
+        elapsed_ms=message.elapsed_ms,
+        held_for=message.held_for,
+        tpot_ms=message.tpot_ms if message.HasField("tpot_ms") else None,
     )
 
 

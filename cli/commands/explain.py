@@ -33,7 +33,10 @@ def explain(
     state = running_cluster(name, state_dir)
     records = asyncio.run(_records(state.registry_address, state.cluster, request_id))
     if not records:
-        message = f"no router of {name} knows {request_id}: it may be too long ago"
+        message = (
+            f"no router of {name} knows {request_id}: it may be too long ago, or the gateway "
+            "refused it before a router saw it"
+        )
         raise InvalidRequestError(message, stage="explain")
     if output is OutputFormat.JSON:
         print_json([as_json(record) for record in records])
@@ -51,15 +54,23 @@ async def _records(registry_address: str, cluster: str, request_id: str) -> list
 
 
 def measured_ms(record: DecisionRecord) -> dict[str, float]:
-    """Stage → milliseconds, of the stages whose ends are both known."""
-    return {name: round(MS_PER_S * value, 3) for name, value in spans_of(record.timeline).items()}
+    """Stage → milliseconds, of the stages whose ends are both known, and the TPOT."""
+    measured = {name: MS_PER_S * value for name, value in spans_of(record.timeline).items()}
+    if record.tpot_ms is not None:
+        measured["tpot"] = record.tpot_ms
+    return {name: round(value, 3) for name, value in measured.items()}
 
 
 def predicted_ms(record: DecisionRecord) -> dict[str, float]:
-    """The same stages, as far as the router predicts them."""
-    if record.decision is None:
+    """The same stages, as far as the router predicts them. The TTFT counts from the arrival, like
+    the measured one: what had passed before the decision, and what that predicted."""
+    decision = record.decision
+    if decision is None:
         return {}
-    predicted = {"ttft": record.decision.predicted_ttft_ms}
+    predicted = {
+        "ttft": record.elapsed_ms + decision.predicted_ttft_ms,
+        "tpot": decision.predicted_tpot_ms,
+    }
     if record.candidates:
         best = record.candidates[0]
         predicted |= {"queue": best.queue_ms, "prefill": best.prefill_ms}
@@ -81,6 +92,8 @@ def as_json(record: DecisionRecord) -> dict[str, Any]:
         "filtered": record.filtered,
         "num_filtered": record.num_filtered,
         "outcomes": record.outcomes,
+        "held_for": record.held_for,
+        "elapsed_ms": record.elapsed_ms,
         "predicted_ms": predicted_ms(record),
         "measured_ms": measured_ms(record),
         "timeline": {event.value: at_ns for event, at_ns in record.timeline.items()},
@@ -95,6 +108,8 @@ def show(record: DecisionRecord) -> None:
         f"{escape(tenant)}"
     )
     stdout.print(escape(verdict_of(record)))
+    if record.held_for:
+        stdout.print(f"waited   in the router: {escape(record.held_for)}")
     if record.error is None:
         outcomes = " → ".join(kind.value for kind in record.outcomes) or "not known yet"
         stdout.print(f"outcome  {outcomes}")
@@ -130,7 +145,7 @@ def verdict_of(record: DecisionRecord) -> str:
 def _show_stages(record: DecisionRecord) -> None:
     predicted, measured = predicted_ms(record), measured_ms(record)
     made = table("stage", "predicted ms", "measured ms")
-    for stage in SPANS:
+    for stage in (*SPANS, "tpot"):
         if stage in predicted or stage in measured:
             made.add_row(stage, _figure(predicted.get(stage)), _figure(measured.get(stage)))
     if made.row_count:

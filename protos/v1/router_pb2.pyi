@@ -164,7 +164,7 @@ class FilteredInstance(_message.Message):
     def __init__(self, instance_id: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class Explanation(_message.Message):
-    __slots__ = ("request_id", "num_prompt_tokens", "max_output_tokens", "slo", "tenant", "at_unix_ns", "decision", "error", "candidates", "filtered", "num_filtered", "outcomes", "timeline")
+    __slots__ = ("request_id", "num_prompt_tokens", "max_output_tokens", "slo", "tenant", "at_unix_ns", "decision", "error", "candidates", "filtered", "num_filtered", "outcomes", "timeline", "elapsed_ms", "held_for", "tpot_ms")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -178,6 +178,9 @@ class Explanation(_message.Message):
     NUM_FILTERED_FIELD_NUMBER: _ClassVar[int]
     OUTCOMES_FIELD_NUMBER: _ClassVar[int]
     TIMELINE_FIELD_NUMBER: _ClassVar[int]
+    ELAPSED_MS_FIELD_NUMBER: _ClassVar[int]
+    HELD_FOR_FIELD_NUMBER: _ClassVar[int]
+    TPOT_MS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     num_prompt_tokens: int
     max_output_tokens: int
@@ -191,7 +194,10 @@ class Explanation(_message.Message):
     num_filtered: int
     outcomes: _containers.RepeatedScalarFieldContainer[str]
     timeline: _common_pb2.Timeline
-    def __init__(self, request_id: _Optional[str] = ..., num_prompt_tokens: _Optional[int] = ..., max_output_tokens: _Optional[int] = ..., slo: _Optional[_Union[_common_pb2.Slo, _Mapping]] = ..., tenant: _Optional[str] = ..., at_unix_ns: _Optional[int] = ..., decision: _Optional[_Union[RouteDecision, _Mapping]] = ..., error: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ..., candidates: _Optional[_Iterable[_Union[ExplainedCandidate, _Mapping]]] = ..., filtered: _Optional[_Iterable[_Union[FilteredInstance, _Mapping]]] = ..., num_filtered: _Optional[int] = ..., outcomes: _Optional[_Iterable[str]] = ..., timeline: _Optional[_Union[_common_pb2.Timeline, _Mapping]] = ...) -> None: ...
+    elapsed_ms: float
+    held_for: str
+    tpot_ms: float
+    def __init__(self, request_id: _Optional[str] = ..., num_prompt_tokens: _Optional[int] = ..., max_output_tokens: _Optional[int] = ..., slo: _Optional[_Union[_common_pb2.Slo, _Mapping]] = ..., tenant: _Optional[str] = ..., at_unix_ns: _Optional[int] = ..., decision: _Optional[_Union[RouteDecision, _Mapping]] = ..., error: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ..., candidates: _Optional[_Iterable[_Union[ExplainedCandidate, _Mapping]]] = ..., filtered: _Optional[_Iterable[_Union[FilteredInstance, _Mapping]]] = ..., num_filtered: _Optional[int] = ..., outcomes: _Optional[_Iterable[str]] = ..., timeline: _Optional[_Union[_common_pb2.Timeline, _Mapping]] = ..., elapsed_ms: _Optional[float] = ..., held_for: _Optional[str] = ..., tpot_ms: _Optional[float] = ...) -> None: ...
 
 class ExplainResponse(_message.Message):
     __slots__ = ("explanations",)

@@ -11,7 +11,7 @@ from isthmus.common.errors import NoInstanceError
 from isthmus.common.ids import InstanceId
 from isthmus.common.timeline import Event, Timeline
 from isthmus.common.types import Slo
-from isthmus.router import DecisionRecord, Outcome
+from isthmus.router import DecisionRecord, Held, Outcome
 from tests.support.router_cluster import Cluster, make_query
 
 MS = 1_000_000
@@ -74,9 +74,40 @@ def test_a_refusal_is_shown_with_its_reason_and_who_was_left_out(
 
 def test_json_has_predicted_and_measured_beside_each_other(decided: DecisionRecord) -> None:
     told = output.plain(explain.as_json(decided))
-    assert told["measured_ms"] == {"tokenise": 2.0, "ttft": 90.0}
+    assert told["measured_ms"] == {"tokenise": 2.0, "ttft": 90.0, "tpot": 3.0}
+    assert told["predicted_ms"]["tpot"] > 0
     assert told["predicted_ms"]["ttft"] > 0
     assert told["slo"]["class_name"] == "gold"
     assert told["decision"]["decode"]["instance_id"] == "d0"
     assert told["outcomes"] == ["first_token", "finished"]
     assert told["timeline"]["first_flush"] == 90 * MS
+
+
+def test_a_predicted_ttft_counts_from_the_arrival_as_the_measured_does() -> None:
+    cluster = Cluster(1, 1)
+    query = make_query(name="r-0.0", arrival_ns=cluster.clock.now_ns())
+    cluster.clock.advance_ms(700)
+    decision = cluster.router.route(query)
+    record = record_of(cluster)
+    predicted = explain.predicted_ms(record)
+    assert predicted["ttft"] == pytest.approx(700 + decision.predicted_ttft_ms, abs=0.01)
+
+
+def test_why_a_request_waited_or_is_late_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster(1, 1, policy="goodput", exploration=0)
+    query = make_query(name="late", slo=Slo("a", 1_000.0), arrival_ns=cluster.clock.now_ns())
+    cluster.clock.advance_ms(900)
+    cluster.router.submit(query)
+    assert "late: first of" in shown(record_of(cluster, "late"), monkeypatch)
+    names = [f"r{number}" for number in range(8)]
+    held = [
+        name for name in names if isinstance(cluster.router.submit(make_query(600, name)), Held)
+    ]
+    for _ in range(100):
+        cluster.clock.advance_ms(200)
+        for name in ("p0", "d0"):
+            cluster.report(name)
+        cluster.router.tick()
+    record = record_of(cluster, held[0])
+    assert record.held_for
+    assert f"waited   in the router: {record.held_for}" in shown(record, monkeypatch)

@@ -86,7 +86,9 @@ def test_an_explanation_has_candidates_reasons_and_what_was_measured() -> None:
     timeline = Timeline({Event.ARRIVED: 1, Event.FIRST_FLUSH: 3_000_001})
     cluster.router.report(decision.decision_id, Outcome.finished(1.0, timeline))
     (record,) = cluster.router.log.of_request("r")
+    record.held_for, record.elapsed_ms = "in_line", 12.5
     back = record_from_pb(record_to_pb(record))
+    assert (back.held_for, back.elapsed_ms, back.tpot_ms) == ("in_line", 12.5, 1.0)
     assert back.candidates == record.candidates
     assert back.candidates
     assert back.outcomes == [OutcomeKind.FINISHED]
