@@ -10,6 +10,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from isthmus.common.clock import Clock
+from isthmus.common.cluster import Role
 from isthmus.common.config import ClusterConfig
 from isthmus.common.errors import (
     InvalidRequestError,
@@ -32,6 +33,7 @@ from isthmus.gateway.slo import ClassesOfService
 from isthmus.gateway.tokenizer import TextTokenizer
 from isthmus.gateway.unexpected import UnexpectedErrors
 from isthmus.gateway.waiting import WaitingRoom
+from isthmus.router.admission import why_nobody
 from isthmus.router.router import Router
 
 
@@ -53,6 +55,7 @@ def build_gateway(
     waiting = WaitingRoom(
         lambda: not all(decode_client.is_broken(name) for name in router_client.servers()),
         min(config.gateway.instance_wait_ms, config.gateway.request_timeout_ms),
+        lambda: why_nobody(router.cluster.by_role(Role.DECODE, Role.MIXED)),
     )
     goodput = GoodputWindow(clock)
     return Gateway(

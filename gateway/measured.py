@@ -43,6 +43,17 @@ def num_cached_tokens(exchange: Exchange) -> int:
     return sum(choice.num_cached_tokens for choice in firsts)
 
 
+def promised_ttft_ms(exchange: Exchange) -> float | None:
+    """Predicted with the decision, and like the measured one from the arrival: with what had passed
+    until then."""
+    first = exchange.choices[0]
+    if first.decision is None:
+        return None
+    routed_ns = first.timeline.at_ns(Event.ROUTED) or exchange.plan.arrival_ns
+    elapsed_ms = max(0, routed_ns - exchange.plan.arrival_ns) / NS_PER_MS
+    return elapsed_ms + first.decision.predicted_ttft_ms
+
+
 def service_report(exchange: Exchange, now_ns: int) -> dict[str, Any]:
     """The extension of ``usage``: what was promised, what was measured, whether it was kept.
 
@@ -56,6 +67,8 @@ def service_report(exchange: Exchange, now_ns: int) -> dict[str, Any]:
         "target_ttft_ms": slo.ttft_ms,
         "target_tpot_ms": slo.tpot_ms,
         "target_e2e_ms": slo.e2e_ms,
+        "predicted_ttft_ms": _rounded(promised_ttft_ms(exchange)),
+        "predicted_tpot_ms": _rounded(first.decision.predicted_tpot_ms if first.decision else None),
         "ttft_ms": _rounded(measured.ttft_ms),
         "tpot_ms": _rounded(measured.tpot_ms),
         "e2e_ms": _rounded(measured.e2e_ms),

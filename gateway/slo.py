@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import lru_cache
 from typing import TypeVar
 
 from isthmus.common.errors import InvalidRequestError
@@ -24,6 +25,14 @@ _HEADERS = frozenset({CLASS_HEADER, *_TARGET_HEADERS.values()})
 _NOTHING_SAID = SloBody()
 ValueT = TypeVar("ValueT", str, float)
 _NUMBER = re.compile(r"[0-9]{1,9}(\.[0-9]{1,6})?")
+
+
+@lru_cache(maxsize=256)  # most requests have their class's targets
+def class_headers(slo: Slo) -> Mapping[str, str]:
+    """What an answer says of the class and the targets that held for it."""
+    targets = {"ttft": slo.ttft_ms, "tpot": slo.tpot_ms, "e2e": slo.e2e_ms}
+    told = {f"x-isthmus-target-{k}-ms": f"{v:.12g}" for k, v in targets.items() if v is not None}
+    return {CLASS_HEADER: slo.class_name, **told}
 
 
 class ClassesOfService:

@@ -34,7 +34,11 @@ class Hold:
 class WaitingRoom:
     """Owns its timer. Callbacks run in the event loop; they may add and cancel holds."""
 
-    def __init__(self, can_serve: Callable[[], bool], wait_ms: int) -> None:
+    def __init__(
+        self, can_serve: Callable[[], bool], wait_ms: int, why_nobody: Callable[[], str]
+    ) -> None:
+        """``why_nobody``: can serve now, as one word."""
+        self._why_nobody = why_nobody
         self.wait_s = wait_ms * NS_PER_MS / NS_PER_S
         self._can_serve = can_serve
         self._holds: dict[Hold, None] = {}
@@ -71,7 +75,7 @@ class WaitingRoom:
         if cause is not None:
             message = f"{cause.message}; {message}"
         asked_ms = cause.retry_after_ms if cause is not None else 0
-        reason = cause.reason if isinstance(cause, NoInstanceError) else ""
+        reason = cause.reason if isinstance(cause, NoInstanceError) else self._why_nobody()
         return NoInstanceError(
             message,
             stage="route",

@@ -95,11 +95,11 @@ def refusal(
         f"no decode instance available ({named or 'none is registered'})",
         stage="route",
         retry_after_ms=retry_after_ms(min(waits, default=RETRY_MS)),
-        reason=_why_nobody(of_model),
+        reason=why_nobody(of_model),
     )
 
 
-def _why_nobody(of_model: Sequence[InstanceView]) -> str:
+def why_nobody(of_model: Sequence[InstanceView]) -> str:
     """In one word, for the instance that is nearest to being able to."""
     if not of_model:
         return "pool_empty"

@@ -28,9 +28,11 @@ from isthmus.gateway.exchange import Exchange
 from isthmus.gateway.formats import AnswerFormat, ChatFormat, CompletionFormat
 from isthmus.gateway.headers import headers_of
 from isthmus.gateway.limits import Slot, read_body
+from isthmus.gateway.measured import promised_ttft_ms
 from isthmus.gateway.pipeline import Arrival
 from isthmus.gateway.plan import ANONYMOUS, GenerationPlan
 from isthmus.gateway.schemas import ChatBody, CompletionBody, GenerationBody
+from isthmus.gateway.slo import class_headers
 from isthmus.gateway.sse import ClientWatch, EventStreamResponse, RawHeaders, stream_headers
 from isthmus.gateway.unexpected import internal_error
 
@@ -175,13 +177,13 @@ class _Opening:
 
 
 def _headers(request: Request, exchange: Exchange) -> dict[str, str]:
-    """The ids, the class, and the decision for the first choice: which instances, why not two of
-    them, and what was promised."""
-    headers = {**id_headers(request), "x-isthmus-slo-class": exchange.plan.slo.class_name}
+    """The ids, the class and its targets, and the decision for the first choice: which instances,
+    why not two of them, and what was promised."""
+    headers = {**id_headers(request), **class_headers(exchange.plan.slo)}
     first = exchange.choices[0]
-    decision = first.decision
-    if decision is not None:
-        headers["x-isthmus-predicted-ttft-ms"] = f"{decision.predicted_ttft_ms:.3f}"
+    decision, promised_ms = first.decision, promised_ttft_ms(exchange)
+    if decision is not None and promised_ms is not None:
+        headers["x-isthmus-predicted-ttft-ms"] = f"{promised_ms:.3f}"
         headers["x-isthmus-predicted-tpot-ms"] = f"{decision.predicted_tpot_ms:.3f}"
         headers["x-isthmus-policy"] = decision.policy
         headers["x-isthmus-admission"] = decision.action.value

@@ -94,6 +94,7 @@ async def test_the_official_client_is_told_what_was_promised_and_kept(
     report = usage.model_dump()["isthmus"]
     assert report["slo_class"] == "easy"
     assert report["target_ttft_ms"] == report["target_tpot_ms"] == HOUR_MS
+    assert min(report["predicted_ttft_ms"], report["predicted_tpot_ms"]) > 0
     assert 0 < report["ttft_ms"] <= report["e2e_ms"]
     assert report["tpot_ms"] >= 0
     assert report["admission"] == "admit"
@@ -110,6 +111,9 @@ async def test_headers_say_the_class_the_prediction_and_the_place(gateway: Runni
     assert answer.headers["x-isthmus-slo-class"] == "easy"
     assert float(answer.headers["x-isthmus-predicted-ttft-ms"]) > 0
     assert float(answer.headers["x-isthmus-predicted-tpot-ms"]) > 0
+    assert float(answer.headers["x-isthmus-target-ttft-ms"]) == HOUR_MS
+    assert float(answer.headers["x-isthmus-target-tpot-ms"]) == HOUR_MS
+    assert "x-isthmus-target-e2e-ms" not in answer.headers
     assert answer.headers["x-isthmus-decode"] == "decode-0"
     assert answer.headers["x-isthmus-policy"] == gateway.router.snapshot().policy
 

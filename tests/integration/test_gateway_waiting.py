@@ -141,6 +141,7 @@ async def test_the_wait_ends_with_503_and_a_time_to_come_back(
     assert int(answer.headers["retry-after"]) >= 1
     error = answer.json()["error"]
     assert error["code"] == "no_instance"
+    assert error["reason"] == "out_of_reach"
     assert "became ready within 0.15 s" in error["message"]
     assert ("decode-0" in error["message"]) == is_submitted
     assert num_held() == 0

@@ -44,7 +44,7 @@ class Bench:
         self.asked: list[bool] = []
         self.withdrawn: list[RequestId] = []
         self.heard: list[RouteDecision | IsthmusError] = []
-        self.room = WaitingRoom(lambda: self.can_serve, wait_ms)
+        self.room = WaitingRoom(lambda: self.can_serve, wait_ms, lambda: "pool_empty")
         self.placing = Placing(cast("RouterClient", self), self.room, self)
 
     # --- RouterClient ---
@@ -182,3 +182,8 @@ def test_whatever_happens_each_question_has_one_end(moves: list[str]) -> None:
 
 def test_every_state_can_be_left() -> None:
     assert not any(PLACING_TRANSITIONS.is_terminal(state) for state in PlacingState)
+
+
+def test_who_waited_for_nothing_hears_why_nobody_can_serve() -> None:
+    room = WaitingRoom(lambda: False, 1, lambda: "pool_empty")
+    assert room.refusal(None).reason == "pool_empty"
