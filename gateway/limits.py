@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -32,6 +33,8 @@ from isthmus.gateway.plan import ANONYMOUS
 
 _BEARER = "bearer "
 MAX_TENANT_LABELS = 100
+MS_PER_S = 1000
+MEMORY = 0.1  # what the latest request counts in the mean duration
 OTHER_TENANTS = "other"
 
 
@@ -95,11 +98,12 @@ def _labels(tenants: Sequence[str]) -> dict[str, str]:
 class Slot:
     """One request in flight; ``release`` may be called more than once."""
 
-    __slots__ = ("_limiter", "_tenant")
+    __slots__ = ("_limiter", "_since_s", "_tenant")
 
     def __init__(self, limiter: InflightLimiter, tenant: str) -> None:
         self._limiter: InflightLimiter | None = limiter
         self._tenant = tenant
+        self._since_s = time.monotonic()
 
     def __enter__(self) -> Slot:
         return self
@@ -109,16 +113,18 @@ class Slot:
 
     def release(self) -> None:
         if self._limiter is not None:
-            self._limiter.leave(self._tenant)
+            self._limiter.leave(self._tenant, time.monotonic() - self._since_s)
             self._limiter = None
 
 
 class InflightLimiter:
-    """Requests being served, all of them and those of each tenant. Owns the two counts."""
+    """Requests being served, all of them and those of each tenant. Owns the two counts, and knows
+    how long requests take."""
 
     def __init__(self, max_inflight: int) -> None:
         self._max_inflight = max_inflight
         self.num_inflight = 0
+        self._mean_ms = 0.0  # of a request, the latest counting most; 0 = none has ended yet
         self._of_tenant: dict[str, int] = {}
 
     def acquire(self, identity: Identity) -> Slot:
@@ -127,20 +133,26 @@ class InflightLimiter:
         if self.num_inflight >= self._max_inflight:
             message = f"{self._max_inflight} requests are being served: try again"
             raise RateLimitedError(
-                message, stage="admission", retry_after_ms=retry_after_ms(SHORT_WAIT_MS)
+                message, stage="admission", retry_after_ms=self._retry_after_ms(self.num_inflight)
             )
         tenant, num_own = identity.tenant, self._of_tenant.get(identity.tenant, 0)
         if 0 < identity.max_inflight <= num_own:
             message = f"tenant {tenant} has {num_own} requests being served: try again"
             raise QuotaError(
-                message, stage="admission", retry_after_ms=retry_after_ms(SHORT_WAIT_MS)
+                message, stage="admission", retry_after_ms=self._retry_after_ms(num_own)
             )
         self.num_inflight += 1
         self._of_tenant[tenant] = num_own + 1
         return Slot(self, tenant)
 
-    def leave(self, tenant: str) -> None:
+    def _retry_after_ms(self, num_served: int) -> int:
+        """Of so many that began at any time, the next ends after a share of what one takes."""
+        return retry_after_ms(self._mean_ms / num_served if self._mean_ms else SHORT_WAIT_MS)
+
+    def leave(self, tenant: str, took_s: float) -> None:
         """A slot was released. No tenant without requests stays in memory."""
+        took_ms = took_s * MS_PER_S
+        self._mean_ms += MEMORY * (took_ms - self._mean_ms) if self._mean_ms else took_ms
         self.num_inflight -= 1
         self._of_tenant[tenant] -= 1
         if not self._of_tenant[tenant]:

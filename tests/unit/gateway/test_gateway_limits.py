@@ -13,6 +13,7 @@ from isthmus.common.errors import (
     AuthenticationError,
     CancelledError,
     DeadlineError,
+    QuotaError,
     RateLimitedError,
 )
 from isthmus.gateway.limits import Identity, InflightLimiter, KeyRing, read_body
@@ -86,3 +87,25 @@ def test_a_key_beyond_ascii_is_compared_by_its_bytes() -> None:
     assert KeyRing(["clé"]).identify({"authorization": sent}).tenant
     with pytest.raises(AuthenticationError):
         KeyRing(["clé"]).identify({"authorization": "Bearer cl\u2603"})
+
+
+def test_who_is_refused_for_a_full_house_is_told_how_long_requests_take() -> None:
+    limiter = InflightLimiter(1)
+    limiter.acquire(Identity()).release()
+    limiter.acquire(Identity())
+    limiter.leave("", 40.0)
+    limiter.acquire(Identity())
+    for _ in range(50):  # requests of 40 s
+        limiter.leave("", 40.0)
+        limiter.acquire(Identity())
+    with pytest.raises(RateLimitedError) as caught:
+        limiter.acquire(Identity())
+    assert 30_000 < caught.value.retry_after_ms < 50_000
+    narrow = Identity("t", max_inflight=1)
+    roomy = InflightLimiter(9)
+    roomy.acquire(narrow)
+    roomy.leave("t", 20.0)
+    roomy.acquire(narrow)
+    with pytest.raises(QuotaError) as quota:
+        roomy.acquire(narrow)
+    assert 15_000 < quota.value.retry_after_ms < 25_000
