@@ -22,6 +22,15 @@ from isthmus.gateway.schemas import MAX_TARGET_MS, SloBody
 CLASS_HEADER = "x-isthmus-slo-class"
 _TARGET_HEADERS = {name: f"x-isthmus-{name}-ms" for name in ("ttft", "tpot", "e2e")}
 _HEADERS = frozenset({CLASS_HEADER, *_TARGET_HEADERS.values()})
+_OWN = "x-isthmus-"
+_KNOWN = _HEADERS | {"x-isthmus-session"}
+_OF_ANSWERS = tuple(
+    f"{_OWN}{name}"
+    for name in (
+        "request-id", "target-", "predicted-", "policy", "admission", "decode", "prefill",
+        "local-prefill",
+    )
+)  # fmt: skip
 _NOTHING_SAID = SloBody()
 ValueT = TypeVar("ValueT", str, float)
 _NUMBER = re.compile(r"[0-9]{1,9}(\.[0-9]{1,6})?")
@@ -49,6 +58,7 @@ class ClassesOfService:
 
         Raises InvalidRequestError naming the parameter or header.
         """
+        _refuse_unknown(headers)
         if body is None and _HEADERS.isdisjoint(headers):  # as mostly
             return self._class(None, headers, of_tenant)
         said = body or _NOTHING_SAID
@@ -78,6 +88,16 @@ class ClassesOfService:
             param = CLASS_HEADER if said is None else "slo.class"
             raise InvalidRequestError(message, param=param, stage="validate")
         return slo
+
+
+def _refuse_unknown(headers: Mapping[str, str]) -> None:
+    """As of a body: what is misspelt would be ignored, and its sender believe it heeded. What an
+    answer has may come back, as proxies and clients that copy headers send it."""
+    for name in headers:
+        if name.startswith(_OWN) and name not in _KNOWN and not name.startswith(_OF_ANSWERS):
+            known = ", ".join(sorted(_KNOWN))
+            message = f"there is no header {name[:80]}; there are {known}"
+            raise InvalidRequestError(message, param=name[:80], stage="validate")
 
 
 def _number(headers: Mapping[str, str], header: str) -> float | None:

@@ -82,3 +82,11 @@ def test_what_is_wrong_is_refused_by_its_name(
 
 def test_body_and_header_may_say_the_same_twice() -> None:
     assert resolve({"class": "gold", "ttft_ms": 5}, slo_class="gold", ttft_ms="5.0").ttft_ms == 5
+
+
+def test_a_misspelt_header_is_refused_by_its_name_and_what_an_answer_had_may_come_back() -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        resolve(slo_ttft_ms="100")
+    assert caught.value.param == "x-isthmus-slo-ttft-ms"
+    assert "x-isthmus-ttft-ms" in caught.value.message
+    assert resolve(session="one", request_id="r", target_ttft_ms="5", policy="goodput") == Slo()
