@@ -26,6 +26,7 @@ from isthmus.gateway.slo import ClassesOfService
 from isthmus.gateway.waiting import WaitingRoom
 
 SESSION_HEADER = "x-isthmus-session"
+CLASS_KEY = "isthmus.class_headers"
 _SCOPE_KEY = "isthmus.request_id"
 _INTERNAL_KEY = "isthmus.internal_id"
 _CLIENT_ID = re.compile(r"[\x21-\x7e]{1,128}")
@@ -95,8 +96,10 @@ def session_of(headers: Mapping[str, str]) -> str:
 
 
 def id_headers(request: Request) -> dict[str, str]:
-    """On every answer: the id as the client knows it, and as the logs and `isthmus explain` do."""
+    """On every answer: the id as the client knows it, and as the logs and `isthmus explain` do;
+    and once it is known, the class with its targets."""
     return {
+        **request.scope.get(CLASS_KEY, {}),
         "x-request-id": request_id_of(request),
         "x-isthmus-request-id": internal_id(request),
     }

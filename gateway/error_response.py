@@ -13,6 +13,7 @@ import orjson
 from starlette.responses import Response
 
 from isthmus.common import metrics
+from isthmus.common.attainment import Verdict, judge_error
 from isthmus.common.backoff import SHORT_WAIT_MS, retry_after_ms
 from isthmus.common.errors import CapacityError, DrainingError, IsthmusError
 
@@ -40,6 +41,8 @@ def error_body(error: IsthmusError) -> dict[str, Any]:
 
 def error_response(error: IsthmusError, headers: Mapping[str, str] | None = None) -> Response:
     all_headers = dict(headers or {})
+    if judge_error(error, has_begun=False) is Verdict.REJECTED:
+        all_headers["x-isthmus-admission"] = "reject"
     if isinstance(error, CapacityError | DrainingError):
         milliseconds = error.retry_after_ms or retry_after_ms(SHORT_WAIT_MS)
         all_headers["retry-after"] = str(max(1, -(-milliseconds // 1000)))

@@ -17,6 +17,7 @@ from isthmus.common.timeline import Event, Timeline
 from isthmus.common.types import LocalPrefillReason
 from isthmus.gateway.accounting import Offer, count_refused
 from isthmus.gateway.context import (
+    CLASS_KEY,
     Gateway,
     gateway_of,
     id_headers,
@@ -89,6 +90,7 @@ async def _create(
         body = await gateway.pipeline.parse(model, raw)
         gateway.pipeline.check_model(body.model)
         slo = gateway.classes.resolve(body.slo, headers, identity.default_class)
+        request.scope[CLASS_KEY] = class_headers(slo)
         offer = Offer(slo.class_name, identity.label)
         offer.count_offered()
         arrival = Arrival(
@@ -179,7 +181,7 @@ class _Opening:
 def _headers(request: Request, exchange: Exchange) -> dict[str, str]:
     """The ids, the class and its targets, and the decision for the first choice: which instances,
     why not two of them, and what was promised."""
-    headers = {**id_headers(request), **class_headers(exchange.plan.slo)}
+    headers = id_headers(request)
     first = exchange.choices[0]
     decision, promised_ms = first.decision, promised_ttft_ms(exchange)
     if decision is not None and promised_ms is not None:

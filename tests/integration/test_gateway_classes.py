@@ -241,6 +241,9 @@ async def test_a_refusal_says_what_it_compared(
     answer = await ask(gateway, slo={"class": "easy"})
     told = answer.json()["error"]
     assert answer.status_code == status
+    assert answer.headers["x-isthmus-slo-class"] == "easy"
+    assert float(answer.headers["x-isthmus-target-ttft-ms"]) == HOUR_MS
+    assert answer.headers["x-isthmus-admission"] == "reject"
     assert (told["code"], told["predicted_ms"], told["limit_ms"]) == (error.code, 812.5, 500.0)
     assert answer.headers.get("retry-after") == ("9" if status == 429 else None)
     assert counted("easy", "rejected") == before + 1
