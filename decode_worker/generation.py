@@ -33,11 +33,10 @@ from isthmus.common.errors import (
     OutOfBlocksError,
     PrefillFailedError,
 )
-from isthmus.common.ids import InstanceId
 from isthmus.common.logging import get_logger
 from isthmus.common.prefill import PrefillFirstToken
 from isthmus.common.state_machine import Transitions
-from isthmus.common.timeline import Event, Timeline
+from isthmus.common.timeline import Event
 from isthmus.common.types import (
     FinishReason,
     InstanceRef,
@@ -45,10 +44,10 @@ from isthmus.common.types import (
     Remedy,
     Request,
     RouteDecision,
-    Usage,
 )
+from isthmus.decode_worker.answer import Answer
 from isthmus.decode_worker.canary import Served
-from isthmus.decode_worker.events import Failed, Finished, Outbox, Started, TokenDelta
+from isthmus.decode_worker.events import Outbox, TokenDelta
 from isthmus.decode_worker.fallback import can_fall_back, has_time, remedy_for, resumed
 from isthmus.decode_worker.prefill_client import PrefillClient
 from isthmus.decode_worker.remote_prefill import RemotePrefill
@@ -108,13 +107,8 @@ class Generation:
         self._client = client
         self._reservations = reservations
         self._decision = decision
-        self._outbox = outbox
-        self._timeline = Timeline()
-        self._delivered: list[int] = []
-        self._num_cached_tokens: int | None = None
-        self._local_reason = LocalPrefillReason.NONE
-        self._transferred_bytes = 0
-        self._failed_prefills: list[InstanceId] = []
+        self._answer = Answer(request, outbox, runtime.clock)
+        self._timeline = self._answer.timeline
         self._first_reason: FinishReason | None = None
         self._source: InstanceRef | None = None  # whose KV is in the blocks
         self._has_ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -162,7 +156,7 @@ class Generation:
         has not finished, or not so."""
         if self.state is not GenerationState.FINISHED or self._source is None:
             return None
-        return Served(self.request, tuple(self._delivered), self._source)
+        return Served(self.request, self._answer.delivered, self._source)
 
     # --- prompt computed elsewhere ---------------------------------------------------------------
 
@@ -186,7 +180,7 @@ class Generation:
         try:
             has_kv = await attempt.run(reservation, self._on_first_token)
         finally:
-            self._transferred_bytes += attempt.num_bytes
+            self._answer.transferred_bytes += attempt.num_bytes
         if not has_kv:
             return None
         self._source = source
@@ -197,8 +191,8 @@ class Generation:
         if self.request.first_token_ns is None:
             self.request = replace(self.request, first_token_ns=self._now())
         self._first_reason = first.finish_reason
-        self._start(first.num_cached_tokens)
-        self._deliver(
+        self._answer.start(first.num_cached_tokens)
+        self._answer.deliver(
             TokenDelta(
                 self.request.request_id,
                 (first.token_id,),
@@ -209,7 +203,7 @@ class Generation:
 
     def _finish_with_first_token(self) -> None:
         reason = self._first_reason or FinishReason.LENGTH
-        token_id = self._delivered[-1]
+        token_id = self._answer.last_token_id
         is_stop = reason is FinishReason.STOP and token_id in self.request.sampling.stop_token_ids
         self._finish(reason, token_id if is_stop else None)
 
@@ -219,7 +213,9 @@ class Generation:
         if exposed_s is not None:
             self._runtime.metrics.kv_ready(exposed_s)
         try:
-            self._runtime.engine.admit_with_kv(reservation, self.request, self._delivered[-1])
+            self._runtime.engine.admit_with_kv(
+                reservation, self.request, self._answer.last_token_id
+            )
         except BaseException:
             self._reservations.give_back(reservation)
             raise
@@ -249,7 +245,7 @@ class Generation:
         if policy is None:
             policy = Remedy(self._runtime.config.transfer.on_failure)
         remedy = remedy_for(policy, can_reprefill)
-        self._failed_prefills.append(source.instance_id)
+        self._answer.failed_prefills.append(source.instance_id)
         self._runtime.metrics.prefill_failed(policy.value, remedy.value, error.code)
         log.warning(
             "prefill failed",
@@ -290,15 +286,15 @@ class Generation:
 
     async def _recompute(self) -> None:
         """Computes the prompt here, or what is left of it after the first token."""
-        if not self._delivered:
+        if not self._answer.delivered:
             self._timeline.forget(Event.ADMITTED)
-        request = resumed(self.request, tuple(self._delivered))
+        request = resumed(self.request, self._answer.delivered)
         await self._run_here(request, LocalPrefillReason.PREFILL_FAILED)
 
     # --- in this engine --------------------------------------------------------------------------
 
     async def _run_here(self, request: Request, reason: LocalPrefillReason) -> None:
-        self._local_reason = reason
+        self._answer.local_reason = reason
         self._timeline.mark(Event.ADMITTED, self._now())
         self._timeline.mark(Event.PREFILL_QUEUED, self._now())
         self._runtime.engine.add(request)
@@ -322,10 +318,10 @@ class Generation:
             self._has_ended.set_exception(error)
             return
         self._timeline.mark(Event.SCHEDULED, update.scheduled_ns)
-        self._start(update.num_cached_tokens)
+        self._answer.start(update.num_cached_tokens)
         if update.token_ids:
             self._timeline.mark(Event.PREFILLED, self._now())
-            self._deliver(
+            self._answer.deliver(
                 TokenDelta(
                     self.request.request_id,
                     update.token_ids,
@@ -337,44 +333,11 @@ class Generation:
             self._finish(update.finish_reason, update.stop_token_id)
             self._has_ended.set_result(None)
 
-    # --- to the gateway --------------------------------------------------------------------------
-
-    def _start(self, num_cached_tokens: int) -> None:
-        if self._num_cached_tokens is None:
-            self._num_cached_tokens = min(num_cached_tokens, self.request.num_prompt_tokens)
-            self._outbox.put(
-                Started(
-                    self.request.request_id, self._num_cached_tokens, tuple(self._failed_prefills)
-                )
-            )
-
-    def _deliver(self, delta: TokenDelta) -> None:
-        """The first two deltas carry the timeline: the gateway may end the request any time now."""
-        has_news = self._timeline.at_ns(Event.SECOND_TOKEN) is None
-        if self._delivered:
-            self._timeline.mark(Event.SECOND_TOKEN, self._now())
-        self._timeline.mark(Event.FIRST_TOKEN, self._now())
-        self._delivered.extend(delta.token_ids)
-        self._outbox.put(replace(delta, timeline=self._timeline) if has_news else delta)
+    # --- its end ---------------------------------------------------------------------------------
 
     def _finish(self, reason: FinishReason, stop_token_id: int | None) -> None:
         self._move(GenerationState.FINISHED)
-        self._outbox.put(
-            Finished(
-                self.request.request_id,
-                reason,
-                stop_token_id,
-                Usage(
-                    num_prompt_tokens=self.request.num_prompt_tokens,
-                    num_output_tokens=self.request.num_resumed_tokens + len(self._delivered),
-                    num_cached_tokens=self._num_cached_tokens or 0,
-                ),
-                self._timeline,
-                self._local_reason,
-                self._transferred_bytes,
-                tuple(self._failed_prefills),
-            )
-        )
+        self._answer.finish(reason, stop_token_id)
 
     def fail(self, error: IsthmusError) -> None:
         """Tells the client, unless it was told the end already."""
@@ -388,7 +351,7 @@ class Generation:
             reason=error.message,
         )
         self._move(GenerationState.FAILED)
-        self._outbox.put(Failed(self.request.request_id, error, error.instance_id))
+        self._answer.fail(error)
 
     def _deadline_error(self) -> DeadlineError:
         return DeadlineError(
