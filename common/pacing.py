@@ -7,11 +7,13 @@ can bear a longer step, up to what its next token is due; one that is behind has
         ├── 1 ── 2 ──── 3 ── … ─ n−1 ──┼──────┤
                                        └──────┘ the step may take so long
 
-Prompts fill what the decodes leave of that time. They are never starved: who is behind takes back
-half of what it could, a share of its pace is always left for prompts, and who cannot meet its
-target any more has no claim. Chunks sized by what each token has left of its deadline are Niyama's
-(Goel et al., 2025, arXiv:2503.22562). The engine, the simulator and the router's predictions share
-this file.
+Prompts fill what the decodes leave of that time. A sequence also lends what it can take back before
+its answer may end: nearly all answers have some length at least (``answer_lengths``), and a short
+prompt beside one that has just begun is computed at once instead of in pieces. Prompts are never
+starved: who is behind takes back half of what it could, a share of its pace is always left for
+prompts, and who cannot meet its target any more has no claim. Chunks sized by what each token has
+left of its deadline are Niyama's (Goel et al., 2025, arXiv:2503.22562). The engine, the simulator
+and the router's predictions share this file.
 """
 
 from __future__ import annotations
@@ -22,24 +24,33 @@ PACE = 0.9
 """Share of the target: the rest is for steps that take longer than expected."""
 LEAST_SHARE = 0.1
 """Of a sequence's pace, that prompts have in any case."""
+LENT = 0.5
+"""Of what a sequence could take back before its answer may end: the rest is for what comes then."""
 LONGEST_GAP = 3.0
 """TPOT targets between two tokens, however far ahead a sequence is."""
 
 
 def longest_step_ms(
-    target_ms: float, num_tokens: int, age_ms: float, num_left: int, step_ms: float
+    target_ms: float,
+    num_tokens: int,
+    age_ms: float,
+    num_left: int,
+    step_ms: float,
+    num_likely: int,
 ) -> float:
     """What a sequence lets the next step take; infinite where nothing can save its target.
 
     ``num_tokens``: those since its first one, with the next; ``age_ms``: since the first one;
     ``num_left``: those that it may have yet at most, with the next; ``step_ms``: a step without
-    prompts."""
+    prompts; ``num_likely``: tokens since the first one that there will be in nearly all cases."""
     ends_ms = age_ms + num_left * step_ms
     if ends_ms > target_ms * (num_tokens + num_left - 1):
         return inf
     pace_ms = PACE * target_ms
-    due_ms = pace_ms * num_tokens - age_ms
     least_ms = max((pace_ms + step_ms) / 2, step_ms + LEAST_SHARE * pace_ms)
+    due_ms = pace_ms * num_tokens - age_ms
+    if num_tokens < num_likely:
+        due_ms += LENT * (num_likely - num_tokens) * max(0.0, pace_ms - least_ms)
     return min(max(due_ms, least_ms), max(LONGEST_GAP * target_ms, least_ms))
 
 

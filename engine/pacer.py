@@ -11,6 +11,7 @@ from collections.abc import Collection
 from math import inf
 from operator import attrgetter
 
+from isthmus.common.answer_lengths import AnswerLengths
 from isthmus.common.clock import NS_PER_MS, Clock
 from isthmus.common.cluster import LatencyModel, StepTotals
 from isthmus.common.learned_latency import LearnedLatency
@@ -25,6 +26,7 @@ class Pacer:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._learned: LearnedLatency | None = None
+        self._answers = AnswerLengths()
         self._step_ms = 0.0  # of the step that is planned, without its prompts
         self._planned_ms = 0.0  # of the last one with prompts; 0 = the last one had none
 
@@ -36,6 +38,10 @@ class Pacer:
         """One more step has ended."""
         if self._learned is not None:
             self._learned.observe(totals)
+
+    def answered(self, num_tokens: int) -> None:
+        """An answer of so many tokens has ended by itself."""
+        self._answers.observe(num_tokens)
 
     def budget(
         self,
@@ -59,7 +65,7 @@ class Pacer:
         begins_ns = self._clock.monotonic_ns()
         if not is_idle:
             begins_ns += round((self._planned_ms or step_ms) * NS_PER_MS)
-        limit_ms = _limit_ms(decodes, begins_ns, step_ms)
+        limit_ms = _limit_ms(decodes, begins_ns, step_ms, self._answers.least)
         limit_ms = min(limit_ms, max(LONGEST_GAP * coming_ms, 2 * step_ms))
         self._step_ms = step_ms
         left_ms = max(0.0, limit_ms - step_ms)
@@ -78,7 +84,9 @@ def _mixed_step_ms(model: LatencyModel, num_decodes: int, context: int) -> float
     return model.decode_step_ms(num_decodes, context) + max(0.0, model.prefill_base - base)
 
 
-def _limit_ms(decodes: Collection[Sequence], begins_ns: int, step_ms: float) -> float:
+def _limit_ms(
+    decodes: Collection[Sequence], begins_ns: int, step_ms: float, num_likely: int
+) -> float:
     """What all of them let the step take. There may be hundreds, and each step asks: most are seen
     not to be the nearest without a call."""
     limit_ms = inf
@@ -91,7 +99,14 @@ def _limit_ms(decodes: Collection[Sequence], begins_ns: int, step_ms: float) -> 
         age_ms = (begins_ns - sequence.paced_from_ns) / NS_PER_MS
         # It lets the step take as long as its next token is due, or its longest gap, at least.
         if PACE * target_ms * num_tokens - age_ms < limit_ms or LONGEST_GAP * target_ms < limit_ms:
-            num_left = sequence.max_num_tokens - num_expected
-            longest_ms = longest_step_ms(target_ms, num_tokens, age_ms, num_left, step_ms)
+            longest_ms = longest_step_ms(
+                target_ms,
+                num_tokens,
+                age_ms,
+                sequence.max_num_tokens - num_expected,
+                step_ms,
+                min(sequence.request.num_prompt_tokens + num_likely, sequence.max_num_tokens)
+                - sequence.paced_from_tokens,
+            )
             limit_ms = min(limit_ms, longest_ms)
     return limit_ms

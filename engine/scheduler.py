@@ -95,6 +95,10 @@ class Scheduler:
         """One more step has ended."""
         self._pacer.observe(totals)
 
+    def answered(self, sequence: Sequence) -> None:
+        """It has ended by itself."""
+        self._pacer.answered(sequence.num_output_tokens)
+
     def remove(self, sequence: Sequence) -> None:
         """Takes a sequence out of whichever queue it is in; its blocks are the caller's."""
         if sequence.status is SeqStatus.RUNNING:

@@ -206,6 +206,7 @@ class Steps:
         reason = find_finish_reason(sequence)
         if reason is not None:
             self._owners.finish(sequence, reason)
+            self._scheduler.answered(sequence)
         elif sequence.mode is SequenceMode.PREFILL_ONLY:
             self._owners.hold(sequence)
         return _update(sequence, sampled, prompt_logprobs)

@@ -259,6 +259,7 @@ class Instance:
         is_wanted = not sequence.is_aborting
         self._scheduler.end(sequence)
         if is_wanted:
+            self._scheduler.answers.observe(sequence.num_output)
             self._listener.finished(sequence)
 
     # --- blocks --------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ def paced_budget(
     running: Iterable[SimSequence],
     kept: Iterable[SimSequence],
     now_ns: int,
+    num_likely: int,
 ) -> ChunkBudget:
     """Of a step that begins now, with room for ``num_tokens`` beside ``decodes``.
 
@@ -30,14 +31,16 @@ def paced_budget(
     step_ms = model.mixed_ms(0.0, decodes.num_seqs, decodes.context)
     limit_ms = inf
     if decodes.num_seqs:
-        limit_ms = min(_decode_limits(running, decodes.steps, now_ns, step_ms), default=inf)
+        limit_ms = min(
+            _decode_limits(running, decodes.steps, now_ns, step_ms, num_likely), default=inf
+        )
     limit_ms = min(limit_ms, min(_coming_limits(kept, step_ms), default=inf))
     left_ms = max(0.0, limit_ms - step_ms)
     return ChunkBudget(num_tokens, left_ms, model.prefill_token, model.prefill_pair)
 
 
 def _decode_limits(
-    running: Iterable[SimSequence], steps: int, now_ns: int, step_ms: float
+    running: Iterable[SimSequence], steps: int, now_ns: int, step_ms: float, num_likely: int
 ) -> Iterator[float]:
     """How long the next step may take, in milliseconds, for each that decodes with a target."""
     for sequence in running:
@@ -50,6 +53,7 @@ def _decode_limits(
                 (now_ns - sequence.first_ns) / NS_PER_MS,
                 sequence.most_output - num_generated,
                 step_ms,
+                min(num_likely, sequence.most_output) - sequence.num_first,
             )
 
 

@@ -11,6 +11,7 @@ decodes is counted by ``decodes``.
 
 from __future__ import annotations
 
+from isthmus.common.answer_lengths import AnswerLengths
 from isthmus.common.pacing import ChunkBudget
 from isthmus.sim.decode_batch import DecodeBatch
 from isthmus.sim.kv_pool import KvPool
@@ -35,6 +36,7 @@ class Scheduler:
         self.running: dict[SimSequence, None] = {}
         self.prefilling: dict[SimSequence, None] = {}
         self.num_preempted = 0
+        self.answers = AnswerLengths()
         self._spec = spec
         self._num_aborting = 0  # of the running
         self._joined: list[SimSequence] = []
@@ -184,7 +186,9 @@ class Scheduler:
         may_enter = lines.waiting.head is not None and self.has_room
         if not self.prefilling and not may_enter:
             return ChunkBudget(num_tokens)
-        return paced_budget(model, num_tokens, decodes, self.running, lines.kept, now_ns)
+        return paced_budget(
+            model, num_tokens, decodes, self.running, lines.kept, now_ns, self.answers.least
+        )
 
     def _enter_all_arrived(self) -> None:
         """Before chunks of prompts; the last place goes to the older of the two lines' heads."""

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from isthmus.common.answer_lengths import ENOUGH
 from isthmus.common.clock import VirtualClock
 from isthmus.common.cluster import LatencyModel, StepTotals
 from isthmus.common.pacing import LONGEST_GAP, PACE
@@ -121,6 +122,21 @@ def test_a_resident_that_is_ahead_lets_a_longer_chunk_pass() -> None:
         bench.step()
     bench.wait("prompt", 600)
     assert bench.step().num_prefill_tokens == pytest.approx(4 * 90 - 3 * 20 - 20, abs=2)
+
+
+def test_a_short_prompt_is_computed_at_once_where_answers_can_make_up_for_it() -> (
+    None
+):
+    bench = Bench()
+    for _ in range(ENOUGH):
+        ended = bench.arrive("ended")
+        for _ in range(12):
+            bench.step()
+        bench.scheduler.answered(ended)
+        bench.scheduler.remove(ended)
+    bench.arrive("resident")
+    bench.wait("prompt", 120)
+    assert bench.step().num_prefill_tokens == 120
 
 
 def test_who_is_on_its_way_does_not_find_a_long_step_begun() -> None:

@@ -96,8 +96,8 @@ def test_quantiles_hold_and_again_a_minute_after_an_instance_lost_half_its_speed
     for kind in KINDS:
         for coverage in seen.coverage:
             assert abs(coverage[kind] - QUANTILE) <= TOLERANCE
-        # Some thirty of them: too few for the same bounds.
-        assert seen.recent[kind] >= QUANTILE - 2 * TOLERANCE
+        # Some thirty to seventy of them: too few for the same bounds.
+        assert seen.recent[kind] >= QUANTILE - 2.5 * TOLERANCE
 
 
 def test_promises_that_a_slow_down_broke_are_told_of_beside_the_coverage() -> None:
