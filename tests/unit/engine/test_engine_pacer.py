@@ -124,9 +124,7 @@ def test_a_resident_that_is_ahead_lets_a_longer_chunk_pass() -> None:
     assert bench.step().num_prefill_tokens == pytest.approx(4 * 90 - 3 * 20 - 20, abs=2)
 
 
-def test_a_short_prompt_is_computed_at_once_where_answers_can_make_up_for_it() -> (
-    None
-):
+def test_a_short_prompt_is_computed_at_once_where_answers_can_make_up_for_it() -> None:
     bench = Bench()
     for _ in range(ENOUGH):
         ended = bench.arrive("ended")
