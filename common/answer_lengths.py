@@ -12,7 +12,7 @@ SHORTER = 0.05
 
 
 class AnswerLengths:
-    """Of the last ``WINDOW`` answers that ended by themselves."""
+    """Of the last ``WINDOW`` answers, whoever ended them: a stop string does so from outside."""
 
     def __init__(self) -> None:
         self.least = 0

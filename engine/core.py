@@ -237,6 +237,7 @@ class EngineCore:
             if sequence is None:
                 return False
             self._owners.finish(sequence, FinishReason.ABORT)
+            self._scheduler.answered(sequence)
             self._signal.wake()
             return True
 

@@ -31,8 +31,9 @@ class Pacer:
         self._planned_ms = 0.0  # of the last one with prompts; 0 = the last one had none
 
     def expect(self, latency: LatencyModel) -> None:
-        """How long steps take, to learn on."""
+        """How long steps take, to learn on. What ran until now measured that: no answers."""
         self._learned = LearnedLatency(latency)
+        self._answers = AnswerLengths()
 
     def observe(self, totals: StepTotals) -> None:
         """One more step has ended."""
@@ -40,7 +41,7 @@ class Pacer:
             self._learned.observe(totals)
 
     def answered(self, num_tokens: int) -> None:
-        """An answer of so many tokens has ended by itself."""
+        """An answer has ended after so many tokens."""
         self._answers.observe(num_tokens)
 
     def budget(

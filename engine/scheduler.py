@@ -33,6 +33,7 @@ from isthmus.common.pacing import ChunkBudget
 from isthmus.engine.kv_manager import KvCacheManager
 from isthmus.engine.pacer import Pacer
 from isthmus.engine.sequence import SeqStatus, Sequence
+from isthmus.engine.types import SequenceMode
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +97,9 @@ class Scheduler:
         self._pacer.observe(totals)
 
     def answered(self, sequence: Sequence) -> None:
-        """It has ended by itself."""
-        self._pacer.answered(sequence.num_output_tokens)
+        """It has ended, by itself or because nobody wants more of it."""
+        if sequence.mode is SequenceMode.FULL and sequence.num_output_tokens:
+            self._pacer.answered(sequence.num_output_tokens)
 
     def remove(self, sequence: Sequence) -> None:
         """Takes a sequence out of whichever queue it is in; its blocks are the caller's."""

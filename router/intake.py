@@ -143,9 +143,12 @@ class Intake:
         hope = max(capacity.helpers, self._places.hope(model, now_ns))
         hoped = replace(capacity, helpers=hope)
         left_out = self._queue.left_out(model, now_ns, capacity, hoped)
-        num_put_off = sum(self._is_put_off(held, now_ns) for held, _ in left_out)
+        asked = dict.fromkeys(held for held, _ in left_out)  # in order: each changes what is next
+        num_put_off = sum(self._is_put_off(held, now_ns) for held in asked)
         if num_put_off:
-            left_out = self._queue.left_out(model, now_ns, capacity, hoped)
+            again = self._queue.left_out(model, now_ns, capacity, hoped)
+            # A strict one that is named only now has not been asked yet: the next plan does.
+            left_out = [one for one in again if one[0] in asked or not one[0].query.slo.is_strict]
         for held, before_ms in left_out:
             self._places.missed(held.query, held.obstacle, now_ns)
             if held.query.slo.is_strict:

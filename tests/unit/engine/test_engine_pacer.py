@@ -137,6 +137,36 @@ def test_a_short_prompt_is_computed_at_once_where_answers_can_make_up_for_it() -
     assert bench.step().num_prefill_tokens == 120
 
 
+def test_what_ran_to_measure_the_speed_of_steps_is_no_answer() -> None:
+    bench = Bench()
+    pacer = Pacer(bench.clock)
+    for _ in range(ENOUGH):
+        pacer.answered(1)
+    pacer.expect(SPEED)
+    for _ in range(ENOUGH):
+        pacer.answered(12)
+    resident = bench.arrive("resident")
+    budget = pacer.budget(BUDGET, [resident], float("inf"), is_idle=True)
+    assert budget.take(120, 0) == 120
+
+
+@pytest.mark.parametrize(("mode", "least"), [(SequenceMode.FULL, 13), (SequenceMode.PRIVATE, 0)])
+@pytest.mark.parametrize("is_aborted", [True, False])
+def test_an_answer_counts_whoever_ends_it_and_a_canary_does_not(
+    mode: SequenceMode, least: int, is_aborted: bool
+) -> None:
+    core = make_tiny_core()
+    for number in range(ENOUGH):
+        name = f"answer{number}"
+        request = make_request(
+            name, make_prompt(20, number), 12, max_tokens=40 if is_aborted else 13
+        )
+        core.add(request, mode)
+        core.step()
+        assert core.abort(request.request_id) is is_aborted
+    assert core._pacer._answers.least == least
+
+
 def test_who_is_on_its_way_does_not_find_a_long_step_begun() -> None:
     bench = Bench()
     bench.wait("prompt", 1_200)

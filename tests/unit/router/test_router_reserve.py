@@ -218,3 +218,23 @@ def test_who_would_be_refused_waits_for_a_last_chance() -> None:
         cluster.router.report(verdict.decision.decision_id, Outcome.finished())
     (settled,) = cluster.router.tick()
     assert isinstance(settled.verdict, Admitted)
+
+
+def test_who_is_left_out_because_another_was_put_off_is_not_refused_unasked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cluster = Cluster(1, 1, policy="goodput", exploration=0)
+    know_scatter(cluster)
+    for name in ("first", "second"):
+        submit(cluster, name, 700, Slo())
+    strict = Slo("strict", ttft_ms=2_000, is_strict=True)
+    assert isinstance(submit(cluster, "put off", 1_000, strict), Held)
+    assert isinstance(submit(cluster, "named next", 1_000, strict), Held)
+    intake = cluster.router._intake
+    assert intake is not None
+    held = {one.query.request_id: one for one in intake.queue._held.values()}
+    plans = iter([[(held[RequestId("put off")], 0.0)], [(held[RequestId("named next")], 0.0)]])
+    monkeypatch.setattr(intake.queue, "left_out", lambda *_: next(plans))
+    cluster.clock.advance_ms(100)
+    assert cluster.router.tick() == []
+    assert held[RequestId("put off")].has_last_chance
