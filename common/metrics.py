@@ -38,7 +38,7 @@ ADMISSION = Counter(
     "isthmus_admission",
     "Requests by what was decided (admit: at once; queue: after a wait; degrade: served, though a "
     "target cannot be met; reject) and why",
-    ["slo_class", "decision", "reason"],
+    ["slo_class", "tenant", "decision", "reason"],
 )
 PREDICTED_TTFT = TallyHistogram(
     "isthmus_predicted_ttft_seconds",

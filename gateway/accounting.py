@@ -55,7 +55,7 @@ class Offer:
         offered_counter(self.slo_class, self.tenant).inc()
 
     def count_decision(self, decision: str, reason: str) -> None:
-        admission_counter(self.slo_class, decision, reason).inc()
+        admission_counter(self.slo_class, self.tenant, decision, reason).inc()
 
     def count_end(self, verdict: Verdict, goodput: GoodputWindow, *, has_missed: bool) -> None:
         outcome_counter(self.slo_class, self.tenant, verdict.value).inc()

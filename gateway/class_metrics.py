@@ -52,5 +52,7 @@ def outcome_counter(slo_class: str, tenant: str, outcome: str) -> Counter:
 
 
 @cache
-def admission_counter(slo_class: str, decision: str, reason: str) -> Counter:
-    return metrics.ADMISSION.labels(slo_class=slo_class, decision=decision, reason=reason)
+def admission_counter(slo_class: str, tenant: str, decision: str, reason: str) -> Counter:
+    return metrics.ADMISSION.labels(
+        slo_class=slo_class, tenant=tenant, decision=decision, reason=reason
+    )

@@ -57,6 +57,11 @@ def counted(slo_class: str, outcome: str, tenant: str = "lab") -> float:
     return metrics.REQUESTS.labels(**labels)._value.get()
 
 
+def refused_for(reason: str, tenant: str, slo_class: str = "easy") -> float:
+    labels = {"slo_class": slo_class, "tenant": tenant, "decision": "reject", "reason": reason}
+    return metrics.ADMISSION.labels(**labels)._value.get()
+
+
 def offered(slo_class: str, tenant: str = "lab") -> float:
     return metrics.REQUESTS_OFFERED.labels(slo_class=slo_class, tenant=tenant)._value.get()
 
@@ -190,6 +195,7 @@ async def test_a_tenant_has_its_class_and_its_share_of_places(
     first = asyncio.create_task(ask(gateway, "sk-acme"))
     await poll_until(lambda: len(fake.submitted) == 1)
     before = counted("easy", "rejected", "acme"), offered("easy", "acme")
+    before_refused = refused_for("quota_exceeded", "acme"), refused_for("quota_exceeded", "lab")
     refused = await ask(gateway, "sk-acme")
     others = asyncio.create_task(ask(gateway, "sk-lab"))
     await poll_until(lambda: len(fake.submitted) == 2)
@@ -203,6 +209,8 @@ async def test_a_tenant_has_its_class_and_its_share_of_places(
     assert 1 <= int(refused.headers["retry-after"]) <= 60
     assert counted("easy", "rejected", "acme") == before[0] + 1
     assert offered("easy", "acme") == before[1] + 1
+    after_refused = refused_for("quota_exceeded", "acme"), refused_for("quota_exceeded", "lab")
+    assert after_refused == (before_refused[0] + 1, before_refused[1])
     assert (await first).headers["x-isthmus-slo-class"] == "easy"
     assert (await others).status_code == 200
     assert (await ask(gateway, "sk-acme")).status_code == 200
