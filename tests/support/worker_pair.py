@@ -124,7 +124,7 @@ async def run_with_alternate(
     config = faulty(alternate_script)
     alternate = (await pair.cluster.start(Role.PREFILL, "prefill-1", config)).info
     assert alternate is not None
-    request = make_request(PROMPT, max_tokens=9, **sampling)
+    request = make_request(pair.prompt, max_tokens=9, **sampling)
     answer = await pair.stream.run(request, pair.prefill_info, alternate)
     return answer, alternate
 
