@@ -24,6 +24,7 @@ from tests.support.local_cluster import GatedModel, local_config
 from tests.support.movable_clock import MovableClock
 from tests.support.poll import poll_until
 from tests.support.worker_pair import (
+    LONG_PROMPT,
     PROMPT,
     LocalPair,
     assert_fell_back,
@@ -199,12 +200,10 @@ async def test_a_peer_that_dies_in_the_handshake_costs_only_latency() -> None:
 
 # --- another prefill instance ---------------------------------------------------------------------
 
-LONG = make_prompt(160)  # its first write has failed long before there is a token to go on from
-
 
 async def test_another_prefill_instance_is_asked_before_the_prompt_is_computed_here() -> None:
     before = remedies("transfer_failed")
-    async with local_pair(faulty("0+:refuse"), prompt=LONG) as pair:
+    async with local_pair(faulty("0+:refuse"), prompt=LONG_PROMPT) as pair:
         answer, alternate = await run_with_alternate(pair, "")
         assert answer.finished is not None, answer.failed
         assert answer.tokens == (await pair.local(max_tokens=9)).tokens
@@ -221,7 +220,7 @@ async def test_when_the_other_fails_too_the_prompt_is_computed_here() -> None:
     # Of the second's faults either is noticed first: the flipped block or the refused write.
     reasons = ("transfer_failed", ChecksumError.code)
     before = {reason: remedies(reason) for reason in reasons}
-    async with local_pair(faulty("0:refuse"), prompt=LONG) as pair:
+    async with local_pair(faulty("0:refuse"), prompt=LONG_PROMPT) as pair:
         answer, alternate = await run_with_alternate(pair, "0:flip,2:refuse")
         assert_fell_back(answer, await pair.local(max_tokens=9))
         assert answer.finished is not None

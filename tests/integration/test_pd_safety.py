@@ -16,6 +16,7 @@ from tests.support.gateway_stub import make_request, wait_idle
 from tests.support.local_cluster import local_config
 from tests.support.poll import poll_until
 from tests.support.worker_pair import (
+    LONG_PROMPT,
     PROMPT,
     assert_fell_back,
     faulty,
@@ -51,7 +52,7 @@ async def test_a_class_chooses_what_a_failure_means_to_it() -> None:
 async def test_the_timeline_is_of_the_attempt_that_counted() -> None:
     """The first attempt fails with its first chunk, before there is a token; nothing of its times
     may stay."""
-    async with local_pair(faulty("0+:refuse")) as pair:
+    async with local_pair(faulty("0+:refuse"), prompt=LONG_PROMPT) as pair:
         answer, alternate = await run_with_alternate(pair, "")
         assert answer.finished is not None
         times = answer.timeline

@@ -17,6 +17,8 @@ from tests.support.gateway_stub import Answer, GatewayStub, make_request, wait_i
 from tests.support.local_cluster import LocalCluster, LocalWorker, local_config
 
 PROMPT = make_prompt(60)
+LONG_PROMPT = make_prompt(160)
+"""Its first write has failed long before there is a token to go on from."""
 
 
 class Worker(Protocol):
